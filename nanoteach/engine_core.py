@@ -1,0 +1,143 @@
+"""Stage 4. The loop: schedule, execute, commit.
+
+Which scheduler, block manager and runner it drives is decided outside, and that is all in which
+the stages from 4 on differ.
+
+Knows: requests as token ids. Does not know: text.
+"""
+
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
+
+from nanoteach.cost_model import Clock, WallClock, Work
+from nanoteach.block_manager import blocks_needed
+from nanoteach.model_runner import ModelRunner
+from nanoteach.scheduler import Scheduler
+from nanoteach.sequence import Sequence
+from nanoteach.types import SamplingParams, Trace, prepare_batch, prepare_request
+
+
+class EngineCore:
+    """Continuous batching over one model."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        max_model_len: int,
+        eos_token_ids: SequenceOf[int] = (),
+        clock: Clock | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.max_model_len = max_model_len
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.clock = clock or WallClock()
+        self.trace = trace
+        self.sequences: dict[str, Sequence] = {}  # all that wait or run
+        self.num_computed_tokens = 0
+        self.batch_sizes: Counter[int] = Counter()  # how many steps had how many requests
+
+    def prepare(self, prompt: SequenceOf[int], params: SamplingParams) -> SamplingParams:
+        """The request's settled parameters; ValueError if it could never be served."""
+        vocab_size = self.runner.model.config.vocab_size
+        params = prepare_request(prompt, params, vocab_size, self.max_model_len)
+        assert params.max_tokens is not None
+        manager = self.scheduler.block_manager
+        # The last token that is sampled is never computed, so it needs no place.
+        needed = blocks_needed(len(prompt) + params.max_tokens - 1, manager.block_size)
+        if needed > manager.num_blocks:
+            raise ValueError(
+                f"{len(prompt)} prompt tokens and max_tokens = {params.max_tokens} need {needed} "
+                f"blocks, and the whole pool has {manager.num_blocks}: shorten the prompt, lower "
+                "max_tokens, or give the engine a larger pool (kv_cache_memory_bytes)"
+            )
+        return params
+
+    def add_request(
+        self, request_id: str, prompt: SequenceOf[int], params: SamplingParams | None = None
+    ) -> Sequence:
+        """Queue a request. Raises ValueError, and queues nothing, if it can't be served."""
+        if request_id in self.sequences:
+            raise ValueError(f"request id {request_id!r} is in use: give each request its own")
+        settled = self.prepare(prompt, params or SamplingParams())
+        seq = Sequence(request_id, list(prompt), settled, arrival_time=self.clock.now())
+        self.sequences[request_id] = seq
+        self.scheduler.add(seq)
+        return seq
+
+    def abort_request(self, request_id: str, reason: str = "abort") -> None:
+        """End a request now. One that is not there (any more) is none of our business."""
+        seq = self.sequences.pop(request_id, None)
+        if seq:
+            self.scheduler.retire(seq, reason)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self.sequences)
+
+    def step(self) -> list[Sequence]:
+        """One step. Returns the requests that got a token, finished ones among them.
+
+        A fault inside it is raised again after everything is as if the step had not been: what it
+        published is withdrawn, and the running requests are back in the queue.
+        """
+        if not self.sequences:
+            return []
+        if self.trace:
+            self.trace.step += 1
+            self.trace.time = self.clock.now()
+        try:
+            scheduled = self.scheduler.schedule()
+            if not scheduled:
+                raise RuntimeError("the scheduler found nothing to do while requests wait")
+            # Single tokens first: attention takes those together. (A stable sort keeps ages.)
+            scheduled.sort(key=lambda part: part.num_new > 1)
+            tokens = self.runner.execute(scheduled)
+        except BaseException:
+            self.scheduler.take_back()
+            raise
+        work = [Work(n, seq.num_computed_tokens, t is not None) for (seq, n), t in zip(scheduled, tokens, strict=True)]
+        self.clock.tick(work)
+        self.num_computed_tokens += sum(n for _, n in scheduled)
+        self.batch_sizes[len(scheduled)] += 1
+        if self.trace:
+            self.trace.add("step", data={seq.request_id: num_new for seq, num_new in scheduled})
+            self.trace.time = self.clock.now()
+        self.scheduler.commit(scheduled, tokens, self.eos_token_ids, self.clock.now())
+        changed = [seq for (seq, _), token in zip(scheduled, tokens, strict=True) if token is not None]
+        for seq in changed:
+            if seq.finish_reason:
+                del self.sequences[seq.request_id]
+        return changed
+
+    def generate(
+        self,
+        prompts: SequenceOf[SequenceOf[int]],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> list[list[int]]:
+        """The tokens generated after each prompt (prompts are token ids), all served together."""
+        vocab_size = self.runner.model.config.vocab_size
+        settled = prepare_batch(prompts, params, vocab_size, self.max_model_len)
+        for prompt, p in zip(prompts, settled, strict=True):
+            self.prepare(prompt, p)
+        taken = len(self.sequences)
+        seqs = [
+            self.add_request(f"generate-{taken + i}", prompt, p)
+            for i, (prompt, p) in enumerate(zip(prompts, settled, strict=True))
+        ]
+        try:
+            while not all(seq.finish_reason for seq in seqs):
+                self.step()
+        finally:
+            for seq in seqs:
+                self.abort_request(seq.request_id)
+        return [seq.output_token_ids for seq in seqs]
+
+    def check(self) -> list[str]:
+        """What is wrong inside, in words; empty when all is well."""
+        queued = {seq.request_id for seq in [*self.scheduler.running, *self.scheduler.waiting]}
+        problems = [f"{request_id} is lost" for request_id in self.sequences.keys() - queued]
+        problems += [f"{request_id} is left over" for request_id in queued - self.sequences.keys()]
+        return problems + self.scheduler.check()

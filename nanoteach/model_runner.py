@@ -1,0 +1,73 @@
+"""Stage 4. From a decided step to tensors, through the model, to tokens.
+
+Knows: how the new tokens of many requests become one packed batch. Does not know: why these.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from nanoteach.model import Decoder
+from nanoteach.paged_attention import PagedAttention
+from nanoteach.sampler import greedy
+from nanoteach.scheduler import Scheduled
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """The new tokens of all requests, one request after the other, without padding.
+
+    input_ids, positions: `[num_tokens]`; cu_seqlens: `[num_requests + 1]`, request i has the tokens
+    `cu_seqlens[i]` to `cu_seqlens[i + 1] - 1`; logit_indices: the last token of each request that
+    samples in this step.
+    """
+
+    input_ids: list[int]
+    positions: list[int]
+    cu_seqlens: list[int]
+    logit_indices: list[int]
+
+
+def pack(scheduled: list[Scheduled]) -> PackedBatch:
+    """Lay out a step's new tokens."""
+    input_ids: list[int] = []
+    positions: list[int] = []
+    for seq, num_new in scheduled:
+        start = seq.num_computed_tokens
+        input_ids += seq.token_ids[start : start + num_new]
+        positions += range(start, start + num_new)
+    cu_seqlens = list(accumulate((num_new for _, num_new in scheduled), initial=0))
+    logit_indices = [
+        end - 1 for part, end in zip(scheduled, cu_seqlens[1:], strict=True) if part.gives_token
+    ]
+    return PackedBatch(input_ids, positions, cu_seqlens, logit_indices)
+
+
+class ModelRunner:
+    """Runs a step on the model's device."""
+
+    def __init__(self, model: Decoder, attention: PagedAttention) -> None:
+        self.model = model
+        self.attention = attention
+
+    @torch.inference_mode()
+    def execute(self, scheduled: list[Scheduled]) -> list[int | None]:
+        """The next token of each request, or None for one whose tokens are not all computed yet."""
+        device, batch = self.model.device, pack(scheduled)
+        metadata = self.attention.plan(
+            query_lens=[num_new for _, num_new in scheduled],
+            seq_lens=[seq.num_computed_tokens + num_new for seq, num_new in scheduled],
+            block_tables=[seq.block_table for seq, _ in scheduled],
+        )
+        hidden = self.model.forward(
+            torch.tensor(batch.input_ids, device=device),
+            torch.tensor(batch.positions, device=device),
+            self.attention,
+            metadata,
+        )
+        if not batch.logit_indices:
+            return [None] * len(scheduled)
+        last = hidden.index_select(0, torch.tensor(batch.logit_indices, device=device))
+        tokens = iter(greedy(self.model.logits(last)).tolist())
+        return [next(tokens) if part.gives_token else None for part in scheduled]

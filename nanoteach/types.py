@@ -1,0 +1,166 @@
+"""What goes into an engine, what comes out, and what a trace of it records.
+
+Knows: the words of the public API, which are vLLM's. Does not know: how tokens are made.
+"""
+
+import dataclasses
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from nanoteach.config import check_positive, reject_unknown_options
+
+
+@reject_unknown_options
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is continued.
+
+    max_tokens: most tokens to generate; None means up to the model's length.
+    temperature: 0 (greedy) is the default and, for now, the only value. vLLM's default is 1.
+    stop: strings that end the text when they appear; the text is cut before them.
+    stop_token_ids: tokens that end it, besides the model's own end-of-text tokens.
+    ignore_eos: go on past the model's end-of-text tokens (`stop_token_ids` still count).
+    cache_salt: requests share cached prefixes only with requests of the same salt.
+    """
+
+    max_tokens: int | None = 16
+    temperature: float = 0.0
+    stop: str | SequenceOf[str] = ()
+    stop_token_ids: SequenceOf[int] = ()
+    ignore_eos: bool = False
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            check_positive("max_tokens", self.max_tokens)
+        if self.temperature != 0:
+            raise ValueError(
+                f"temperature must be 0 (greedy) for now, not {self.temperature!r}: "
+                "sampling comes with a later stage"
+            )
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"stop takes one or more strings, none of them empty, not {self.stop!r}")
+        stop_ids = tuple(self.stop_token_ids or ())
+        if not all(isinstance(token, int) for token in stop_ids):
+            raise ValueError(f"stop_token_ids takes token ids, not {self.stop_token_ids!r}")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", stop_ids)
+
+    def finish_reason(
+        self, last_token: int, num_output_tokens: int, eos_token_ids: SequenceOf[int]
+    ) -> str | None:
+        """"stop" after an end token, "length" at max_tokens, None while there is more to come."""
+        if last_token in self.stop_token_ids or (
+            not self.ignore_eos and last_token in eos_token_ids
+        ):
+            return "stop"
+        return "length" if num_output_tokens == self.max_tokens else None
+
+
+def prepare_request(
+    prompt_token_ids: SequenceOf[int], params: SamplingParams, vocab_size: int, max_model_len: int
+) -> SamplingParams:
+    """The request's parameters with `max_tokens` settled.
+
+    Raises ValueError, saying what to change, on a request that could never be served.
+    """
+    if len(prompt_token_ids) == 0:
+        raise ValueError("the prompt is empty: give at least one token")
+    for token in prompt_token_ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise ValueError(
+                f"{token!r} is no token id of this model: they run from 0 to {vocab_size - 1}"
+            )
+    room = max_model_len - len(prompt_token_ids)
+    if room < (params.max_tokens or 1):
+        raise ValueError(
+            f"{len(prompt_token_ids)} prompt tokens and max_tokens = {params.max_tokens} do not "
+            f"fit into the model's length of {max_model_len}: shorten the prompt or lower max_tokens"
+        )
+    return params if params.max_tokens else dataclasses.replace(params, max_tokens=room)
+
+
+def prepare_batch(
+    prompts: SequenceOf[SequenceOf[int]],
+    params: SamplingParams | SequenceOf[SamplingParams] | None,
+    vocab_size: int,
+    max_model_len: int,
+) -> list[SamplingParams]:
+    """Checked parameters for every prompt of token ids, from one for all or a list of as many."""
+    settled = [
+        prepare_request(prompt, p, vocab_size, max_model_len)
+        for prompt, p in zip(prompts, one_for_each(params, len(prompts)), strict=True)
+    ]
+    if any(p.stop for p in settled):
+        raise ValueError("stop strings need text, and this stage has tokens only: use Engine")
+    return settled
+
+
+def one_for_each(
+    params: SamplingParams | SequenceOf[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """Sampling parameters for every prompt, from one for all or a list of as many."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise ValueError(
+            f"{num_prompts} prompts came with {len(params)} sampling parameters: "
+            "give one for all, or one for each"
+        )
+    return list(params)
+
+
+@dataclass
+class CompletionOutput:
+    """One continuation: its text and tokens, and why it ended ("stop", "length", "abort")."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    index: int = 0
+
+
+@dataclass
+class RequestOutput:
+    """What a request has come to so far. Times are in seconds on the engine's clock."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    time_to_first_token: float | None = None
+    inter_token_times: list[float] = field(default_factory=list)
+
+
+class Event(NamedTuple):
+    """One line of a trace. `kind` says how to read `data`.
+
+    step: {request id: tokens computed}; taken, freed, hit: block ids; preempted, finished: None.
+    """
+
+    time: float
+    step: int
+    kind: str
+    request_id: str | None
+    data: Any
+
+
+class Trace:
+    """A list of events. The engine holds None in its place when tracing is off."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.step = 0
+        self.time = 0.0
+
+    def add(self, kind: str, request_id: str | None = None, data: Any = None) -> None:
+        """Record one event at the current step and time."""
+        self.events.append(Event(self.time, self.step, kind, request_id, data))
+
+    def of_kind(self, kind: str) -> list[Event]:
+        """The events of one kind, in order."""
+        return [event for event in self.events if event.kind == kind]
