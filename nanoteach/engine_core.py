@@ -29,6 +29,12 @@ class EngineCore:
         clock: Clock | None = None,
         trace: Trace | None = None,
     ) -> None:
+        if scheduler.chunk(max_model_len, scheduler.max_num_batched_tokens) == 0:
+            raise ValueError(
+                f"max_num_batched_tokens = {scheduler.max_num_batched_tokens} must be at least "
+                f"max_model_len = {max_model_len}: this scheduler computes a prompt in one step, "
+                "so a longer one would wait for ever"
+            )
         self.scheduler = scheduler
         self.runner = runner
         self.max_model_len = max_model_len

@@ -9,7 +9,7 @@ queues.
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Protocol
 
 import torch
@@ -63,6 +63,10 @@ class ContiguousMetadata(AttentionMetadata):
 class BatchCache(Protocol):
     """What a static batch asks of its cache: plan a step, attend in it, let go at the end."""
 
+    def fits(self, lengths: list[int]) -> bool:
+        """Whether requests that grow to these lengths can be a batch."""
+        ...
+
     def plan(self, query_lens: list[int], seq_lens: list[int]) -> AttentionMetadata:
         """Find room for the step's new tokens: row i grows to `seq_lens[i]`."""
         ...
@@ -84,10 +88,15 @@ class ContiguousKVCache:
     def __init__(
         self, config: ModelConfig, rows: int, row_len: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        self.rows = rows
         self.row_len = row_len
         shape = (config.num_layers, rows * row_len, config.num_kv_heads, config.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
+
+    def fits(self, lengths: list[int]) -> bool:
+        """See `BatchCache.fits`. A row is a row, however short its request."""
+        return len(lengths) <= self.rows and max(lengths) <= self.row_len
 
     def plan(self, query_lens: list[int], seq_lens: list[int]) -> ContiguousMetadata:
         """See `BatchCache.plan`."""
@@ -153,9 +162,27 @@ class StaticBatchGenerator:
         settled = prepare_batch(
             prompts, params, self.model.config.vocab_size, self.model.max_model_len
         )
-        starts = range(0, len(prompts), self.max_num_seqs)
-        batches = [slice(start, start + self.max_num_seqs) for start in starts]
+        batches = self.batches(prompts, settled)
         return list(chain(*(self.generate_batch(prompts[b], settled[b]) for b in batches)))
+
+    def batches(
+        self, prompts: SequenceOf[SequenceOf[int]], params: SequenceOf[SamplingParams]
+    ) -> list[slice]:
+        """Cut the requests, in their order, into batches that the cache can hold to the end."""
+        cuts, lengths = [0], list[int]()
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+            # The last token that is sampled is never computed, so it needs no place.
+            length = len(prompt) + (p.max_tokens or 1) - 1
+            if not self.cache.fits([length]):
+                raise ValueError(
+                    f"{len(prompt)} prompt tokens and max_tokens = {p.max_tokens} do not fit into "
+                    "the KV cache: shorten the prompt, lower max_tokens, or enlarge the cache"
+                )
+            if len(lengths) == self.max_num_seqs or not self.cache.fits([*lengths, length]):
+                cuts.append(i)
+                lengths = []
+            lengths.append(length)
+        return [slice(a, b) for a, b in pairwise([*cuts, len(prompts)])]
 
     def generate_batch(
         self, prompts: SequenceOf[SequenceOf[int]], params: SequenceOf[SamplingParams]

@@ -10,9 +10,32 @@ import torch
 from torch import Tensor
 
 from nanoteach.block_manager import BlockManager, blocks_needed, slot_mapping
-from nanoteach.config import ModelConfig
+from nanoteach.config import EngineConfig, ModelConfig
+from nanoteach.cost_model import kv_bytes_per_token
 from nanoteach.kv_cache import decode_attention, decode_mask
 from nanoteach.model import AttentionMetadata, causal_attention
+
+
+def pool_blocks(
+    config: ModelConfig, engine: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> int:
+    """How many blocks the KV pool gets. Raises ValueError where not even one fits."""
+    if engine.num_gpu_blocks_override:
+        return engine.num_gpu_blocks_override
+    memory = engine.kv_cache_memory_bytes or 2**30
+    if not engine.kv_cache_memory_bytes and device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        memory = int(free - (1 - engine.gpu_memory_utilization) * total)
+    block_bytes = kv_bytes_per_token(config, dtype.itemsize) * engine.block_size
+    if memory < block_bytes:
+        raise ValueError(
+            f"the KV pool has {max(memory, 0)} bytes, and one block of {engine.block_size} tokens "
+            f"takes {block_bytes}: raise kv_cache_memory_bytes or gpu_memory_utilization"
+        )
+    # More than this could never be used.
+    longest = min(engine.max_model_len or config.max_position, config.max_position)
+    most = engine.max_num_seqs * blocks_needed(longest, engine.block_size)
+    return min(memory // block_bytes, most)
 
 
 @dataclass(frozen=True)
@@ -123,16 +146,19 @@ class PagedBatchCache:
         self.attention = attention
         self.rows: list[Row] = []
 
+    def fits(self, lengths: list[int]) -> bool:
+        """See `BatchCache.fits`. Only what a request uses counts."""
+        manager = self.block_manager
+        needed = sum(blocks_needed(length, manager.block_size) for length in lengths)
+        return needed <= manager.num_blocks
+
     def plan(self, query_lens: list[int], seq_lens: list[int]) -> PagedMetadata:
-        """See `BatchCache.plan`. Raises RuntimeError when the pool is too small for the batch."""
+        """See `BatchCache.plan`. Raises RuntimeError on a batch that does not fit."""
         while len(self.rows) < len(seq_lens):
             self.rows.append(Row(f"row {len(self.rows)}"))
         for row, length in zip(self.rows, seq_lens, strict=True):
             if not self.block_manager.allocate(row, length):
-                raise RuntimeError(
-                    f"the pool of {self.block_manager.num_blocks} blocks is too small for this "
-                    "batch, and a static batch cannot wait: give it more blocks or fewer rows"
-                )
+                raise RuntimeError("the pool is too small for a batch, and a batch can't wait")
         return self.attention.plan(query_lens, seq_lens, [row.block_table for row in self.rows])
 
     def attend(

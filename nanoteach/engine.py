@@ -1,0 +1,327 @@
+"""`Engine`: the best of every stage, with text in and text out, under vLLM's names."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence as SequenceOf
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from nanoteach.config import EngineConfig
+from nanoteach.cost_model import Clock
+from nanoteach.detokenizer import Detokenizer
+from nanoteach.hub import default_device, default_model, resolve_model
+from nanoteach.loader import eos_token_ids, load_model, load_tokenizer
+from nanoteach.prefix_cache import PrefixCachingBlockManager
+from nanoteach.sequence import Sequence
+from nanoteach.stages import Parts, build_chunked
+from nanoteach.types import (
+    CompletionOutput,
+    RequestOutput,
+    SamplingParams,
+    Trace,
+    one_for_each,
+)
+
+Prompt = str | SequenceOf[int] | Mapping[str, Any]
+"""A text, token ids, or vLLM's `{"prompt_token_ids": [...]}` or `{"prompt": "..."}`."""
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the engine holds now and has done so far.
+
+    num_cached_blocks counts the free blocks that a prefix hit could still use; prefix_hit_rate is
+    tokens found over tokens looked up; batch_sizes says how many steps had how many requests.
+    """
+
+    num_blocks: int
+    num_used_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_computed_tokens: int
+    prefix_hit_rate: float
+    batch_sizes: dict[int, int]
+
+
+@dataclass
+class Request:
+    """A request as the text side sees it."""
+
+    seq: Sequence
+    prompt: str | None
+    detokenizer: Detokenizer
+    owner: str
+    """"step" if its outputs go to `step`; else whoever waits for it: "generate" or "stream"."""
+    num_seen: int = 0
+    """Output tokens that the detokenizer has."""
+    stopped_at: int | None = None
+    """Where a stop string begins in the text."""
+
+    def update(self) -> None:
+        """Bring the text up to the tokens, and look for stop strings in what is new."""
+        output, reason = self.seq.output_token_ids, self.seq.finish_reason
+        # The token that stopped it is not part of the text.
+        last = len(output) - 1 if reason == "stop" and self.stopped_at is None else len(output)
+        before = len(self.detokenizer.text)
+        self.detokenizer.extend(output[self.num_seen : last], final=reason is not None)
+        self.num_seen = len(output)
+        if self.stopped_at is None:
+            text, stops = self.detokenizer.text, self.seq.params.stop
+            starts = (text.find(stop, max(0, before - len(stop) + 1)) for stop in stops)
+            self.stopped_at = min((start for start in starts if start >= 0), default=None)
+
+    @property
+    def text(self) -> str:
+        """The text so far, up to a stop string. What may become one is held back."""
+        text, stops = self.detokenizer.text, self.seq.params.stop
+        if self.stopped_at is not None:
+            return text[: self.stopped_at]
+        if self.seq.finish_reason:
+            return text
+        return text[: len(text) - max((len(stop) - 1 for stop in stops), default=0)]
+
+    def output(self) -> RequestOutput:
+        """What it has come to so far."""
+        seq, times = self.seq, self.seq.token_times
+        reason = "stop" if self.stopped_at is not None else seq.finish_reason
+        return RequestOutput(
+            request_id=seq.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
+            outputs=[CompletionOutput(self.text, seq.output_token_ids, reason)],
+            finished=reason is not None,
+            num_cached_tokens=seq.num_cached_tokens,
+            time_to_first_token=times[0] - seq.arrival_time if times else None,
+            inter_token_times=[b - a for a, b in itertools.pairwise(times)],
+        )
+
+
+class Engine:
+    """Serves a model.
+
+    model: `tiny`, `smollm2-135m`, a folder, or a hub id (default: NANOTEACH_MODEL, or `tiny`).
+    device: cpu, cuda or mps (default: NANOTEACH_DEVICE, or the best there is).
+    dtype: float32 on a CPU and the checkpoint's elsewhere, unless given.
+    trace: record events in `engine.trace`.
+    clock: what times are read from; a `VirtualClock` simulates a named GPU.
+    options: see `EngineConfig`; they have vLLM's names. Unlike vLLM, greedy is the default.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        trace: bool = False,
+        clock: Clock | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = EngineConfig(**options)
+        folder = resolve_model(model or default_model())
+        device = torch.device(device) if device else default_device()
+        if dtype is None and device.type == "cpu":
+            dtype = torch.float32
+        self.trace = Trace() if trace else None
+        decoder = load_model(folder, device, dtype, max_model_len=self.config.max_model_len)
+        self.tokenizer = load_tokenizer(folder)
+        eos = eos_token_ids(folder)
+        self.core = build_chunked(Parts(decoder, self.config, eos, clock, self.trace))
+        self.requests: dict[str, Request] = {}
+        self.changed: dict[str, Request] = {}
+        """Requests of `step`'s whose news it has not delivered yet."""
+        self.ids = itertools.count()
+
+    # --- all at once ---------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue one prompt or a list of them; one output for each, in their order.
+
+        Raises ValueError, with nothing queued, if any of them can't be served.
+        """
+        batch = as_list(prompts)
+        params = one_for_each(sampling_params, len(batch))
+        requests = self._add_all(batch, params, owner="generate")
+        bar = tqdm(total=len(requests), desc="Requests", disable=None if use_tqdm else True)
+        try:
+            with bar:
+                while unfinished := [r for r in requests if not r.seq.finish_reason]:
+                    bar.update(len(requests) - len(unfinished) - bar.n)
+                    self._advance()
+                bar.update(len(requests) - bar.n)
+        finally:
+            self._drop(requests)
+        for request in requests:
+            request.update()
+        return [request.output() for request in requests]
+
+    def chat(
+        self,
+        messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them, by the model's chat template."""
+        if not messages:
+            raise ValueError("there are no messages: give at least one")
+        one = isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if one else messages
+        prompts = [self.apply_chat_template(c) for c in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def apply_chat_template(self, messages: SequenceOf[Message]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant speaks."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError("this model has no chat template: use generate")
+        text = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        )
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """The output after every token, each with all of the text so far.
+
+        The request is queued at once. Closing the iterator early aborts it.
+        """
+        requests = self._add_all([prompt], [sampling_params or SamplingParams()], owner="stream")
+        return self._stream(requests[0])
+
+    def _stream(self, request: Request) -> Iterator[RequestOutput]:
+        seen = 0
+        try:
+            while not request.seq.finish_reason:
+                while request.seq.num_output_tokens == seen and not request.seq.finish_reason:
+                    self._advance()
+                seen = request.seq.num_output_tokens
+                request.update()
+                yield request.output()
+        finally:
+            self._drop([request])
+
+    # --- step by step --------------------------------------------------------------------------
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> None:
+        """Queue a request whose outputs `step` returns. Raises ValueError if it can't be served."""
+        params = sampling_params or SamplingParams()
+        self._add(request_id, *self._tokenize(prompt), params, owner="step")
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step. Returns the added requests that got a token since the last call."""
+        if not any(request.seq.finish_reason for request in self.changed.values()):
+            self._advance()
+        changed, self.changed = self.changed, {}
+        for request in changed.values():
+            request.update()
+        self._drop([request for request in changed.values() if request.seq.finish_reason])
+        return [request.output() for request in changed.values()]
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has more to give."""
+        return any(request.owner == "step" for request in self.requests.values())
+
+    def abort_request(self, request_id: str | SequenceOf[str]) -> None:
+        """End requests now and give up their blocks. Ids that are not there are passed over."""
+        ids = [request_id] if isinstance(request_id, str) else request_id
+        self._drop([self.requests[i] for i in ids if i in self.requests])
+
+    # --- looking inside ------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Counts of blocks, requests and tokens."""
+        scheduler = self.core.scheduler
+        manager = scheduler.block_manager
+        named = manager.name_of if isinstance(manager, PrefixCachingBlockManager) else {}
+        return EngineStats(
+            num_blocks=manager.num_blocks,
+            num_used_blocks=manager.num_blocks - manager.num_free,
+            num_free_blocks=manager.num_free,
+            num_cached_blocks=len(named.keys() & manager.free_blocks.keys()),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_preemptions=scheduler.num_preemptions,
+            num_computed_tokens=self.core.num_computed_tokens,
+            prefix_hit_rate=scheduler.num_prefix_hits / max(1, scheduler.num_prefix_queries),
+            batch_sizes=dict(self.core.batch_sizes),
+        )
+
+    def check(self) -> list[str]:
+        """Walk every block and every table: what is wrong, in words; empty when all is well."""
+        return self.core.check()
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text, if it came as text, and its token ids."""
+        if isinstance(prompt, Mapping):
+            keys = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
+            if not keys:
+                raise ValueError("a prompt in a dict has the key 'prompt' or 'prompt_token_ids'")
+            prompt = prompt[keys[0]]
+        if isinstance(prompt, str):
+            return prompt, list(self.tokenizer.encode(prompt))
+        return None, list(prompt)
+
+    def _add_all(
+        self, prompts: list[Prompt], params: list[SamplingParams], owner: str
+    ) -> list[Request]:
+        """Queue all requests, or none of them if one can't be served."""
+        tokenized = [self._tokenize(prompt) for prompt in prompts]
+        for (_, token_ids), p in zip(tokenized, params, strict=True):
+            self.core.prepare(token_ids, p)
+        return [
+            self._add(f"{owner}-{next(self.ids)}", text, token_ids, p, owner)
+            for (text, token_ids), p in zip(tokenized, params, strict=True)
+        ]
+
+    def _add(
+        self, request_id: str, text: str | None, ids: list[int], p: SamplingParams, owner: str
+    ) -> Request:
+        if request_id in self.requests:
+            raise ValueError(f"request id {request_id!r} is in use: give each request its own")
+        seq = self.core.add_request(request_id, ids, p)
+        request = Request(seq, text, Detokenizer(self.tokenizer), owner)
+        self.requests[request_id] = request
+        return request
+
+    def _advance(self) -> None:
+        """Run one step for everybody, and stop those whose text has a stop string now."""
+        for seq in self.core.step():
+            request = self.requests[seq.request_id]
+            if request.owner == "step":
+                self.changed[seq.request_id] = request
+            if seq.params.stop:
+                request.update()
+                if request.stopped_at is not None:
+                    self.core.abort_request(seq.request_id, reason="stop")
+
+    def _drop(self, requests: list[Request]) -> None:
+        """Forget requests, and end those that still run."""
+        for request in requests:
+            self.core.abort_request(request.seq.request_id)
+            self.requests.pop(request.seq.request_id, None)
+            self.changed.pop(request.seq.request_id, None)
+
+
+def as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
+    """A list of prompts, from one or several. A list of whole numbers is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,153 @@
+"""Every stage of the course as something that can run: the same loop proves and times them all.
+
+A stage is a choice of parts. From stage 4 on the engine core stays, and a stage changes what it is
+given: a block manager, a scheduler.
+"""
+
+from collections.abc import Callable, Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Protocol
+
+from nanoteach.block_manager import BlockManager
+from nanoteach.chunked_prefill import ChunkedPrefillScheduler
+from nanoteach.config import EngineConfig
+from nanoteach.cost_model import Clock
+from nanoteach.engine_core import EngineCore
+from nanoteach.kv_cache import ContiguousKVCache, StaticBatchGenerator
+from nanoteach.model import Decoder
+from nanoteach.model_runner import ModelRunner
+from nanoteach.naive import NaiveGenerator
+from nanoteach.paged_attention import PagedAttention, PagedBatchCache, pool_blocks
+from nanoteach.prefix_cache import PrefixCachingBlockManager
+from nanoteach.scheduler import Scheduler
+from nanoteach.types import SamplingParams, Trace
+
+
+class Generator(Protocol):
+    """What every stage builds."""
+
+    def generate(
+        self,
+        prompts: SequenceOf[SequenceOf[int]],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> list[list[int]]:
+        """The tokens generated after each prompt (prompts are token ids)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a stage is built from. Every stage gets the same memory for K/V."""
+
+    model: Decoder
+    config: EngineConfig
+    eos_token_ids: SequenceOf[int] = ()
+    clock: Clock | None = None
+    trace: Trace | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        model = self.model
+        return pool_blocks(model.config, self.config, model.dtype, model.device)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request, prompt and output together."""
+        return min(self.config.max_model_len or self.model.max_model_len, self.model.max_model_len)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rung of the ladder."""
+
+    number: int
+    name: str
+    modules: tuple[str, ...]
+    build: Callable[[Parts], Generator]
+
+    @property
+    def notebook(self) -> str:
+        """The notebook that tells its story."""
+        return f"{self.number:02d}_{self.name}"
+
+
+def build_naive(parts: Parts) -> NaiveGenerator:
+    """Stage 1."""
+    return NaiveGenerator(parts.model, parts.eos_token_ids, parts.clock)
+
+
+def build_static(parts: Parts) -> StaticBatchGenerator:
+    """Stage 2: as many rows as the memory holds when each is reserved to the longest length."""
+    model, config = parts.model, parts.config
+    reserved = parts.num_blocks * config.block_size // parts.max_model_len
+    rows = max(1, min(config.max_num_seqs, reserved))
+    cache = ContiguousKVCache(
+        model.config, rows, parts.max_model_len, model.dtype, model.device
+    )
+    return StaticBatchGenerator(model, cache, rows, parts.eos_token_ids, parts.clock)
+
+
+def build_paged(parts: Parts) -> StaticBatchGenerator:
+    """Stage 3: the same batch on pages, as many rows as really fit."""
+    manager = BlockManager(parts.num_blocks, parts.config.block_size, parts.trace)
+    cache = PagedBatchCache(manager, paged_attention(parts))
+    return StaticBatchGenerator(
+        parts.model, cache, parts.config.max_num_seqs, parts.eos_token_ids, parts.clock
+    )
+
+
+def paged_attention(parts: Parts) -> PagedAttention:
+    """The pool and its attention."""
+    model, config = parts.model, parts.config
+    return PagedAttention(
+        model.config, parts.num_blocks, config.block_size, model.dtype, model.device
+    )
+
+
+def build_core(
+    parts: Parts, manager_class: type[BlockManager], scheduler_class: type[Scheduler]
+) -> EngineCore:
+    """Stages 4 to 6: one core, other parts."""
+    config, trace = parts.config, parts.trace
+    manager = manager_class(parts.num_blocks, config.block_size, trace)
+    scheduler = scheduler_class(manager, config.max_num_seqs, config.max_num_batched_tokens, trace)
+    runner = ModelRunner(parts.model, paged_attention(parts))
+    return EngineCore(
+        scheduler, runner, parts.max_model_len, parts.eos_token_ids, parts.clock, trace
+    )
+
+
+def build_continuous(parts: Parts) -> EngineCore:
+    """Stage 4."""
+    return build_core(parts, BlockManager, Scheduler)
+
+
+def build_prefix(parts: Parts) -> EngineCore:
+    """Stage 5."""
+    return build_core(parts, block_manager_class(parts.config), Scheduler)
+
+
+def build_chunked(parts: Parts) -> EngineCore:
+    """Stage 6."""
+    return build_core(parts, block_manager_class(parts.config), ChunkedPrefillScheduler)
+
+
+def block_manager_class(config: EngineConfig) -> type[BlockManager]:
+    """With prefix caching or without."""
+    return PrefixCachingBlockManager if config.enable_prefix_caching else BlockManager
+
+
+STAGES = [
+    Stage(1, "naive_generation", ("types", "hub", "loader", "model", "sampler", "naive"), build_naive),
+    Stage(2, "kv_cache", ("kv_cache",), build_static),
+    Stage(3, "paged_blocks", ("block_manager", "paged_attention"), build_paged),
+    Stage(
+        4,
+        "continuous_batching",
+        ("sequence", "scheduler", "model_runner", "engine_core"),
+        build_continuous,
+    ),
+    Stage(5, "prefix_caching", ("prefix_cache",), build_prefix),
+    Stage(6, "chunked_prefill", ("chunked_prefill",), build_chunked),
+]
