@@ -38,7 +38,7 @@ test-product: .venv/dev
 	@$(PYTEST) -m 'product or slow'
 
 lint: .venv/dev
-	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff check --quiet --output-format concise .
 	@$(BIN)/mypy --no-error-summary
 
 clean:

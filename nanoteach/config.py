@@ -17,7 +17,9 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "LlamaForCausalLM": "llama",
 }
-SUPPORTED = "Qwen3 (Qwen3ForCausalLM), Qwen2 and Qwen2.5 (Qwen2ForCausalLM), Llama (LlamaForCausalLM)"
+SUPPORTED = (
+    "Qwen3 (Qwen3ForCausalLM), Qwen2 and Qwen2.5 (Qwen2ForCausalLM), Llama (LlamaForCausalLM)"
+)
 
 Options = TypeVar("Options")
 
@@ -94,7 +96,9 @@ class ModelConfig:
         architecture = (raw.get("architectures") or ["none"])[0]
         family = FAMILIES.get(architecture)
         if family is None:
-            raise ValueError(f"architecture {architecture} is not supported; these are: {SUPPORTED}")
+            raise ValueError(
+                f"architecture {architecture} is not supported; these are: {SUPPORTED}"
+            )
 
         # transformers 5 writes one dict `rope_parameters` where 4 wrote two fields.
         rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
@@ -137,19 +141,23 @@ def _llama3_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     )
 
 
-def _check_supported(
-    architecture: str, raw: Mapping[str, Any], rope: Mapping[str, Any]
-) -> None:
+def _check_supported(architecture: str, raw: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
     """Refuse a config whose fields ask for a computation that this decoder does not have."""
     layer_types = set(raw.get("layer_types") or ["full_attention"])
     problems = {
         "hidden_act": ("silu", raw.get("hidden_act", "silu") == "silu"),
-        "rope_parameters.rope_type": ("default or llama3", _rope_type(rope) in ("default", "llama3")),
+        "rope_parameters.rope_type": (
+            "default or llama3",
+            _rope_type(rope) in ("default", "llama3"),
+        ),
         "use_sliding_window": ("false", not raw.get("use_sliding_window", False)),
         "layer_types": ("full_attention", layer_types == {"full_attention"}),
         "mlp_bias": ("false", not raw.get("mlp_bias", False)),
         "quantization_config": ("absent", raw.get("quantization_config") is None),
-        "partial_rotary_factor": ("1", rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1)) in (1, None)),
+        "partial_rotary_factor": (
+            "1",
+            rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1)) in (1, None),
+        ),
     }
     for field, (supported, ok) in problems.items():
         if not ok:

@@ -98,13 +98,16 @@ class EngineCore:
             scheduled = self.scheduler.schedule()
             if not scheduled:
                 raise RuntimeError("the scheduler found nothing to do while requests wait")
-            # Single tokens first: attention takes those together. (A stable sort keeps ages.)
-            scheduled.sort(key=lambda part: part.num_new > 1)
+            # Single tokens first, by length: attention takes those of about one length together.
+            scheduled.sort(key=lambda part: (part.num_new > 1, part.seq.num_computed_tokens))
             tokens = self.runner.execute(scheduled)
         except BaseException:
             self.scheduler.take_back()
             raise
-        work = [Work(n, seq.num_computed_tokens, t is not None) for (seq, n), t in zip(scheduled, tokens, strict=True)]
+        work = [
+            Work(n, seq.num_computed_tokens, t is not None)
+            for (seq, n), t in zip(scheduled, tokens, strict=True)
+        ]
         self.clock.tick(work)
         self.num_computed_tokens += sum(n for _, n in scheduled)
         self.batch_sizes[len(scheduled)] += 1
@@ -112,7 +115,9 @@ class EngineCore:
             self.trace.add("step", data={seq.request_id: num_new for seq, num_new in scheduled})
             self.trace.time = self.clock.now()
         self.scheduler.commit(scheduled, tokens, self.eos_token_ids, self.clock.now())
-        changed = [seq for (seq, _), token in zip(scheduled, tokens, strict=True) if token is not None]
+        changed = [
+            seq for (seq, _), token in zip(scheduled, tokens, strict=True) if token is not None
+        ]
         for seq in changed:
             if seq.finish_reason:
                 del self.sequences[seq.request_id]

@@ -128,7 +128,9 @@ class ContiguousKVCache:
         keys, values = (x[layer].unflatten(0, (-1, self.row_len)) for x in (self.k, self.v))
         if len(seq_lens) == len(q):  # one new token a row: all rows at once
             rows, longest = metadata.mask.shape
-            return decode_attention(q, keys[:rows, :longest], values[:rows, :longest], metadata.mask)
+            return decode_attention(
+                q, keys[:rows, :longest], values[:rows, :longest], metadata.mask
+            )
         parts = zip(q.split(metadata.query_lens), keys, values, seq_lens, strict=False)
         return torch.cat([causal_attention(qi, ki[:n], vi[:n]) for qi, ki, vi, n in parts])
 
@@ -213,12 +215,14 @@ class StaticBatchGenerator:
         device, seq_lens = self.model.device, [len(row) for row in rows]
         spans = [range(n - new, n) for new, n in zip(query_lens, seq_lens, strict=True)]
         hidden = self.model.forward(
-            torch.tensor([row[i] for row, span in zip(rows, spans, strict=True) for i in span], device=device),
+            torch.tensor(
+                [row[i] for row, span in zip(rows, spans, strict=True) for i in span], device=device
+            ),
             torch.tensor([i for span in spans for i in span], device=device),
             self.cache,
             self.cache.plan(query_lens, seq_lens),
         )
-        self.clock.tick([Work(len(span), span.start) for span in spans])
         last = torch.tensor(query_lens, device=device).cumsum(0) - 1
         tokens: list[int] = greedy(self.model.logits(hidden.index_select(0, last))).tolist()
+        self.clock.tick([Work(len(span), span.start) for span in spans])
         return tokens

@@ -147,7 +147,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     query_len, num_heads, _ = q.shape
     seq_len, num_kv_heads, _ = k.shape
     heads = torch.tensor(kv_head_map(num_heads, num_kv_heads), device=k.device)
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k.index_select(1, heads), v.index_select(1, heads)))
+    q, k, v = (
+        x.transpose(0, 1)[None] for x in (q, k.index_select(1, heads), v.index_select(1, heads))
+    )
     if query_len == seq_len:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     else:  # is_causal would line up the first query with the first key, not the last with the last
@@ -160,7 +162,11 @@ class Decoder:
     """The transformer. `forward` gives hidden states, `logits` turns some of them into scores."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, ops: Ops = TORCH_OPS, max_model_len: int | None = None
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        ops: Ops = TORCH_OPS,
+        max_model_len: int | None = None,
     ) -> None:
         self.config = config
         self.weights = weights
@@ -180,7 +186,11 @@ class Decoder:
         return self.weights.norm.dtype
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend, metadata: AttentionMetadata
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        metadata: AttentionMetadata,
     ) -> Tensor:
         """Hidden states `[num_tokens, hidden]` of token ids and positions `[num_tokens]`."""
         config, ops = self.config, self.ops

@@ -66,5 +66,6 @@ class NaiveGenerator:
             self.attention,
             AttentionMetadata(query_lens=[num_tokens], seq_lens=[num_tokens]),
         )
+        token = int(greedy(self.model.logits(hidden[-1:])))
         self.clock.tick([Work(num_new=num_tokens, num_computed=0)])
-        return int(greedy(self.model.logits(hidden[-1:])))
+        return token

@@ -39,20 +39,47 @@ def pool_blocks(
 
 
 @dataclass(frozen=True)
+class DecodeGroup:
+    """Sequences with one new token each and about as long as each other, attended together.
+
+    blocks: `[rows * most blocks]`, row by row, padded with block 0; mask: `[rows, tokens]` hides
+    the padding.
+    """
+
+    rows: int
+    blocks: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
 class PagedMetadata(AttentionMetadata):
     """Where the K/V of each sequence live.
 
     slot_mapping: `[num_tokens]`, where each new token's K/V go.
-    num_decodes: sequences with one new token at the front; they are attended together.
-    decode_blocks: `[num_decodes, most blocks]`, padded with block 0, which `decode_mask` hides.
+    decode_groups: the sequences with one new token at the front of the step.
     chunk_blocks: for each of the others its blocks, `[blocks]`.
     """
 
     slot_mapping: Tensor
-    num_decodes: int
-    decode_blocks: Tensor
-    decode_mask: Tensor
+    decode_groups: list[DecodeGroup]
     chunk_blocks: list[Tensor]
+
+
+def group_by_length(lengths: list[int]) -> list[slice]:
+    """Cut a list into runs in which the longest is at most twice the shortest.
+
+    A group is padded to its longest member, so one long history among short ones must not set the
+    size for all. Sorted lengths give the fewest groups.
+    """
+    groups: list[slice] = []
+    start, low, high = 0, 0, 0
+    for i, length in enumerate(lengths):
+        low, high = min(low, length), max(high, length)
+        if i == 0 or high > 2 * low:
+            start, low, high = i, length, length
+            groups.append(slice(i, i))
+        groups[-1] = slice(start, i + 1)
+    return groups
 
 
 class PagedAttention:
@@ -76,7 +103,6 @@ class PagedAttention:
     ) -> PagedMetadata:
         """Turn tables into tensors, once a step, for all layers."""
         size, device = self.block_size, self.k.device
-        num_decodes = len(list(takewhile(lambda new: new == 1, query_lens)))
         slots = [
             slot
             for table, new, n in zip(block_tables, query_lens, seq_lens, strict=True)
@@ -84,17 +110,22 @@ class PagedAttention:
         ]
         # A table may be longer than its sequence: only the blocks in use are read.
         tables = [t[: blocks_needed(n, size)] for t, n in zip(block_tables, seq_lens, strict=True)]
-        widest = max(map(len, tables[:num_decodes]), default=0)
-        padded = [table + [0] * (widest - len(table)) for table in tables[:num_decodes]]
+        num_decodes = len(list(takewhile(lambda new: new == 1, query_lens)))
+        groups = group_by_length([len(table) for table in tables[:num_decodes]])
         return PagedMetadata(
             query_lens,
             seq_lens,
             slot_mapping=torch.tensor(slots, device=device),
-            num_decodes=num_decodes,
-            decode_blocks=torch.tensor(padded, device=device),
-            decode_mask=decode_mask(seq_lens[:num_decodes], widest * size).to(device),
+            decode_groups=[self.decode_group(tables[g], seq_lens[g]) for g in groups],
             chunk_blocks=[torch.tensor(table, device=device) for table in tables[num_decodes:]],
         )
+
+    def decode_group(self, tables: list[list[int]], seq_lens: list[int]) -> DecodeGroup:
+        """Pad tables to the longest of them."""
+        widest, device = max(map(len, tables)), self.k.device
+        blocks = [block for table in tables for block in table + [0] * (widest - len(table))]
+        mask = decode_mask(seq_lens, widest * self.block_size)
+        return DecodeGroup(len(tables), torch.tensor(blocks, device=device), mask.to(device))
 
     def store(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write the new tokens' K/V `[num_tokens, num_kv_heads, head_dim]` to their slots."""
@@ -102,15 +133,13 @@ class PagedAttention:
         self.v[layer].flatten(0, 1).index_copy_(0, slots, v)
 
     def gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of whole blocks, in the table's order: `[..., tokens, num_kv_heads, head_dim]`.
+        """K and V of whole blocks, in the order given: `[tokens, num_kv_heads, head_dim]` each.
 
         Whole blocks, since copying a few long runs is faster than many short ones.
         """
-        shape = (*blocks.shape[:-1], blocks.shape[-1] * self.block_size, *self.k.shape[-2:])
-        k, v = (
-            pool[layer].flatten(1).index_select(0, blocks.flatten()).view(shape)
-            for pool in (self.k, self.v)
-        )
+        shape = (-1, *self.k.shape[-2:])
+        k = self.k[layer].flatten(1).index_select(0, blocks).view(shape)
+        v = self.v[layer].flatten(1).index_select(0, blocks).view(shape)
         return k, v
 
     def attend(
@@ -119,14 +148,19 @@ class PagedAttention:
         """See `AttentionBackend.attend`."""
         assert isinstance(metadata, PagedMetadata)
         self.store(layer, k, v, metadata.slot_mapping)
-        outs, n = [], metadata.num_decodes
-        if n:
-            keys, values = self.gather(layer, metadata.decode_blocks)
-            outs.append(decode_attention(q[:n], keys, values, metadata.decode_mask))
-        chunks = zip(q[n:].split(metadata.query_lens[n:]), metadata.chunk_blocks, metadata.seq_lens[n:], strict=True)
-        for chunk, blocks, seq_len in chunks:
+        outs, start = [], 0
+        for group in metadata.decode_groups:
+            keys, values = (
+                x.unflatten(0, (group.rows, -1)) for x in self.gather(layer, group.blocks)
+            )
+            outs.append(decode_attention(q[start : start + group.rows], keys, values, group.mask))
+            start += group.rows
+        first_chunk = len(metadata.seq_lens) - len(metadata.chunk_blocks)
+        for i, blocks in enumerate(metadata.chunk_blocks, first_chunk):
+            stop, seq_len = start + metadata.query_lens[i], metadata.seq_lens[i]
             keys, values = self.gather(layer, blocks)
-            outs.append(causal_attention(chunk, keys[:seq_len], values[:seq_len]))
+            outs.append(causal_attention(q[start:stop], keys[:seq_len], values[:seq_len]))
+            start = stop
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 

@@ -82,9 +82,7 @@ def build_static(parts: Parts) -> StaticBatchGenerator:
     model, config = parts.model, parts.config
     reserved = parts.num_blocks * config.block_size // parts.max_model_len
     rows = max(1, min(config.max_num_seqs, reserved))
-    cache = ContiguousKVCache(
-        model.config, rows, parts.max_model_len, model.dtype, model.device
-    )
+    cache = ContiguousKVCache(model.config, rows, parts.max_model_len, model.dtype, model.device)
     return StaticBatchGenerator(model, cache, rows, parts.eos_token_ids, parts.clock)
 
 
@@ -139,7 +137,9 @@ def block_manager_class(config: EngineConfig) -> type[BlockManager]:
 
 
 STAGES = [
-    Stage(1, "naive_generation", ("types", "hub", "loader", "model", "sampler", "naive"), build_naive),
+    Stage(
+        1, "naive_generation", ("types", "hub", "loader", "model", "sampler", "naive"), build_naive
+    ),
     Stage(2, "kv_cache", ("kv_cache",), build_static),
     Stage(3, "paged_blocks", ("block_manager", "paged_attention"), build_paged),
     Stage(

