@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 .PHONY: help demo lab test test-product lint clean
 
 help:
-	@echo 'make demo          run the engine on the model inside this repository'
+	@echo 'make demo          prove and time every stage, on the model inside this repository'
 	@echo 'make lab           open the notebooks in JupyterLab'
 	@echo 'make test          ruff, mypy and the tests'
 	@echo 'make test-product  the tests that make test leaves out: slow ones, every combination'
@@ -26,7 +26,7 @@ help:
 	@echo 'NANOTEACH_MODEL=smollm2-135m  NANOTEACH_DEVICE=cpu, cuda or mps'
 
 demo: .venv/core
-	@$(BIN)/nanoteach demo
+	@$(BIN)/nanoteach ladder
 
 lab: .venv/dev
 	@$(BIN)/jupyter lab notebooks

@@ -94,7 +94,7 @@ class BlockManager:
         return 0
 
     def publish(self, owner: BlockOwner, start: int, stop: int) -> None:
-        """Offer to others the blocks that are full once tokens `start` to `stop - 1` are computed."""
+        """Offer to others the blocks that tokens `start` to `stop - 1` make full."""
 
     def begin_step(self) -> None:
         """From here on, `take_back` undoes what is published."""
@@ -103,7 +103,7 @@ class BlockManager:
         """Withdraw what was published since `begin_step`: its K/V were never written."""
 
     def check(self, owners: Iterable[BlockOwner]) -> list[str]:
-        """What is wrong with the books, given everybody who holds blocks; empty when all is well."""
+        """What is wrong, given everybody who holds blocks; empty when all is well."""
         problems = []
         owners = list(owners)
         held = Counter(block for owner in owners for block in owner.block_table)

@@ -1,8 +1,9 @@
 """`Engine`: the best of every stage, with text in and text out, under vLLM's names."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence as SequenceOf
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 

@@ -9,8 +9,8 @@ Knows: requests as token ids. Does not know: text.
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 
-from nanoteach.cost_model import Clock, WallClock, Work
 from nanoteach.block_manager import blocks_needed
+from nanoteach.cost_model import Clock, WallClock, Work
 from nanoteach.model_runner import ModelRunner
 from nanoteach.scheduler import Scheduler
 from nanoteach.sequence import Sequence

@@ -4,199 +4,234 @@ import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from nanoteach.config import EngineConfig
+from nanoteach.config import EngineConfig, check_positive
 from nanoteach.cost_model import WallClock, Work
 from nanoteach.hub import default_device, resolve_model
 from nanoteach.loader import eos_token_ids, load_model, load_tokenizer
-from nanoteach.reference import compare, load_reference_model, references, static_batches
-from nanoteach.results import save_result
+from nanoteach.reference import (
+    Comparison,
+    Reference,
+    compare,
+    open_model,
+    references,
+    static_batches,
+)
 from nanoteach.stages import STAGES, Generator, Parts
 from nanoteach.types import SamplingParams
 
-SYSTEM = "You are a friendly teller of small stories. You answer with short, clear sentences."
-REQUESTS = (
-    "Tell me a story about a {}.",
-    "What is {} plus {}?",
-    "Tell me a long story about a {} and a {}.",
-    "Hello! Do you know a story about a {}?",
+SYSTEM = (
+    "You are a friendly teller of small stories. You answer in short, clear sentences. "
+    "You are kind to everybody, and you never make a story longer than it has to be."
 )
 THINGS = ("fox", "boat", "lamp", "bear", "bridge", "kite", "owl", "garden", "key", "river")
-WIDTH = 16  # requests that run side by side, here and in transformers' static batches
+STAGE_NUMBERS = tuple(stage.number for stage in STAGES)
+
+WIDTH = 16  # requests side by side, in every stage and in transformers' static batches
 MAX_MODEL_LEN = 1024
-POOL_TOKENS = 8 * MAX_MODEL_LEN  # K/V memory of every stage: 8 requests, if reserved to the limit
-CHUNK_BUDGET = 128  # tokens a step in stage 6
+POOL_TOKENS = 6 * MAX_MODEL_LEN  # K/V memory of every stage: 6 requests, if each is reserved a row
+CHUNK_BUDGET = 128  # tokens a step in stage 6; the stages before it must take whole prompts
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The same for every row of the table: prompts of token ids, and how long each goes on."""
+    """The same for every row of the table. End tokens are ignored: all generate `max_tokens`."""
 
     prompts: list[list[int]]
     params: list[SamplingParams]
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens that a run generates; end tokens are ignored, so each request has its full length."""
+        """Tokens that one run generates."""
         return sum(p.max_tokens or 0 for p in self.params)
 
 
-@dataclass
-class Row:
-    """One line of the table. `seconds` has every run's time."""
-
-    name: str
-    seconds: list[float] = field(default_factory=list)
-    longest_step: float | None = None
-    agrees: str = ""
-    tokens: list[list[int]] = field(default_factory=list)
-
-    @property
-    def median(self) -> float:
-        """The middle run's time."""
-        return statistics.median(self.seconds)
-
-
-class StepClock(WallClock):
-    """A wall clock that remembers the longest step: how long anybody waited for a next token."""
-
-    def __init__(self, on_tick: Callable[[int], object] | None = None) -> None:
-        self.on_tick = on_tick
-        self.start()
-
-    def start(self) -> None:
-        """Forget what was."""
-        self.last = self.now()
-        self.longest = 0.0
-
-    def tick(self, work: SequenceOf[Work]) -> None:
-        """A step is over."""
-        now = self.now()
-        self.longest = max(self.longest, now - self.last)
-        self.last = now
-        if self.on_tick:
-            self.on_tick(sum(part.needs_logits for part in work))
-
-
 def make_workload(tokenizer: Any, num_requests: int, seed: int = 0) -> Workload:
-    """Chats with one system prompt in common; every third carries an earlier story along.
-
-    Outputs take 8 to 128 tokens.
-    """
+    """Chats under one system prompt, every third in mid-conversation; 8 to 128 tokens out."""
     rng = random.Random(seed)
     prompts, params = [], []
     for i in range(num_requests):
-        question = REQUESTS[i % len(REQUESTS)].format(*rng.sample(THINGS, 2))
-        if "plus" in question:
-            question = f"What is {rng.randint(2, 40)} plus {rng.randint(2, 40)}?"
+        hero, thing = rng.sample(THINGS, 2)
         messages = [{"role": "system", "content": SYSTEM}]
         if i % 3 == 2:
-            hero, thing = rng.sample(THINGS, 2)
-            story = f"The {hero} looked for the {thing} all day. " * rng.randint(8, 40)
-            messages += [
-                {"role": "user", "content": REQUESTS[0].format(hero)},
-                {"role": "assistant", "content": story.strip()},
-            ]
-        messages.append({"role": "user", "content": question})
+            for _ in range(rng.randint(1, 8)):
+                a, b = rng.randint(1, 40), rng.randint(1, 40)
+                messages += [
+                    {"role": "user", "content": f"What is {a} plus {b}?"},
+                    {"role": "assistant", "content": f"{a} plus {b} is {a + b}."},
+                ]
+        messages.append(
+            {"role": "user", "content": f"Tell me a story about a {hero} and a {thing}."}
+        )
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompts.append(list(tokenizer.encode(text, add_special_tokens=False)))
         params.append(SamplingParams(max_tokens=rng.randint(8, 128), ignore_eos=True))
     return Workload(prompts, params)
 
 
+class StepClock(WallClock):
+    """A wall clock that keeps the longest step: how long somebody waited for the next token."""
+
+    def __init__(self, on_tokens: Callable[[int], object]) -> None:
+        self.on_tokens = on_tokens
+        self.longest = 0.0
+        self.last = self.now()
+
+    def tick(self, work: SequenceOf[Work]) -> None:
+        """A step is over."""
+        now = self.now()
+        self.longest = max(self.longest, now - self.last)
+        self.last = now
+        self.on_tokens(sum(part.needs_logits for part in work))
+
+
+@dataclass
+class Row:
+    """One line of the table; `stage` None is transformers. Seconds of every run."""
+
+    name: str
+    stage: int | None = None
+    seconds: list[float] = field(default_factory=list)
+    longest_steps: list[float] = field(default_factory=list)
+    comparison: Comparison | None = None
+    text: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the tokens are those of transformers."""
+        if self.comparison is None:
+            return "the reference"
+        if not self.comparison.exact:
+            return f"NO, {len(self.comparison.mismatches)} differ"
+        return f"yes, {len(self.comparison.ties)} ties" if self.comparison.ties else "yes"
+
+
 class Ladder:
-    """Loads a model twice, ours and transformers', and climbs."""
+    """Loads a model twice, ours and transformers', both in float32, and climbs."""
 
     def __init__(
         self, model: str, num_requests: int = 32, repeats: int = 3, progress: bool = True
     ) -> None:
+        check_positive("requests", num_requests)
+        check_positive("repeats", repeats)
+        folder = resolve_model(model, progress)
         self.name = model
         self.repeats = repeats
         self.progress = progress
         self.device = default_device()
-        folder = resolve_model(model, progress)
         self.eos = eos_token_ids(folder)
         self.tokenizer = load_tokenizer(folder)
         self.workload = make_workload(self.tokenizer, num_requests)
         self.model = load_model(folder, self.device, torch.float32, max_model_len=MAX_MODEL_LEN)
-        self.reference_model = load_reference_model(folder, self.device)
+        self.theirs = open_model(folder, device=self.device)
         self.config = EngineConfig(
             max_num_seqs=WIDTH,
-            max_num_batched_tokens=MAX_MODEL_LEN,
             max_model_len=MAX_MODEL_LEN,
             num_gpu_blocks_override=POOL_TOKENS // EngineConfig.block_size,
         )
 
+    def run(self, stages: SequenceOf[int] = STAGE_NUMBERS) -> list[Row]:
+        """Prove and time everything; the first row is what the others are compared with.
+
+        It runs once, the others `repeats` times, each in turn, so that a machine whose speed drifts
+        does it to all of them.
+        """
+        first = Row("transformers, one by one")
+        rows = [Row(f"transformers, batches of {WIDTH}")]
+        rows += [Row(f"{n} {STAGES[n - 1].name.replace('_', ' ')}", stage=n) for n in stages]
+        num_runs = 1 + self.repeats * len(rows)
+        total = num_runs * self.workload.num_output_tokens
+        with tqdm(total=total, unit=" tokens", disable=None if self.progress else True) as bar:
+            expected = self.run_reference(first, bar)
+            for _ in range(self.repeats):
+                for row in rows:
+                    self.run_once(row, expected, bar)
+        return [first, *rows]
+
+    def run_reference(self, row: Row, bar: Any) -> list[Reference]:
+        """What transformers says, request by request."""
+        bar.set_description(row.name)
+        expected, prompts, params = [], self.workload.prompts, self.workload.params
+        start = time.perf_counter()
+        for prompt, p in zip(prompts, params, strict=True):
+            expected += references(self.theirs, [prompt], p, self.eos)
+            bar.update(p.max_tokens)
+        row.seconds.append(time.perf_counter() - start)
+        row.text = self.first_text([reference.tokens for reference in expected])
+        return expected
+
+    def run_once(self, row: Row, expected: list[Reference], bar: Any) -> None:
+        """Run the workload as the row says, from nothing: no prefix is cached yet."""
+        bar.set_description(row.name)
+        end = bar.n + self.workload.num_output_tokens
+        clock = StepClock(lambda num_tokens: bar.update(min(num_tokens, end - bar.n)))
+        generate: Callable[..., list[list[int]]]
+        if row.stage is None:
+            generate = partial(static_batches, self.theirs, width=WIDTH)
+        else:
+            generate = self.build(row.stage, clock).generate
+        start = clock.last = time.perf_counter()
+        tokens = generate(self.workload.prompts, self.workload.params)
+        row.seconds.append(time.perf_counter() - start)
+        row.longest_steps.append(clock.longest)
+        row.comparison = compare(expected, tokens)
+        row.text = self.first_text(tokens)
+        bar.update(end - bar.n)
+
     def build(self, number: int, clock: StepClock) -> Generator:
         """A stage with this ladder's model and memory."""
-        config = self.config
-        if number >= 6:
-            config = dataclasses.replace(config, max_num_batched_tokens=CHUNK_BUDGET)
+        budget = CHUNK_BUDGET if number >= 6 else MAX_MODEL_LEN
+        config = dataclasses.replace(self.config, max_num_batched_tokens=budget)
         return STAGES[number - 1].build(Parts(self.model, config, self.eos, clock))
 
-    def run(
-        self, stages: SequenceOf[int] = (1, 2, 3, 4, 5, 6), one_by_one: bool = True
-    ) -> list[Row]:
-        """Time everything. transformers one by one is also what the others are compared with."""
-        prompts, params = self.workload.prompts, self.workload.params
-        num_rows = len(stages) + 2
-        total = num_rows * self.workload.num_output_tokens
-        with tqdm(total=total, unit="tok", disable=None if self.progress else True) as bar:
-            rows = []
-            bar.set_description("transformers, one by one")
-            first = Row("transformers, one by one")
-            start = time.perf_counter()
-            expected = references(
-                self.reference_model,
-                prompts,
-                params,
-                self.eos,
-                on_request=lambda r: bar.update(len(r.tokens)),
-            )
-            first.seconds.append(time.perf_counter() - start)
-            rows.append(first)
+    def first_text(self, outputs: list[list[int]]) -> str:
+        """What the first request came to."""
+        return str(self.tokenizer.decode(outputs[0], skip_special_tokens=True))
 
-            static = Row(f"transformers, static batches of {WIDTH}")
-            bar.set_description(static.name)
-            self.repeat(
-                static, lambda: static_batches(self.reference_model, prompts, params, WIDTH)
-            )
-            static.agrees = str(compare(expected, static.tokens).verdict)
-            bar.update(2 * self.workload.num_output_tokens - bar.n)
-            rows.append(static)
+    def table(self, rows: list[Row]) -> str:
+        """The rows as text."""
+        num_tokens = self.workload.num_output_tokens
+        lines = [
+            f"{self.name}, {len(self.workload.prompts)} requests, {num_tokens} output tokens, "
+            f"{self.device}, float32; the median of {self.repeats}",
+            "",
+            f"{'':30} {'tokens/s':>9} {'step up':>8} {'longest step':>13}  same tokens?",
+        ]
+        before = None
+        for row in rows:
+            speed = num_tokens / statistics.median(row.seconds)
+            gain = f"x {speed / before:.2f}" if row.stage and before else ""
+            before = speed if row.stage else None
+            step = f"{1000 * statistics.median(row.longest_steps):.0f} ms" if row.stage else ""
+            lines.append(f"{row.name:30} {speed:9.1f} {gain:>8} {step:>13}  {row.verdict}")
+        lines += ["", "What the first request came to, row by row:"]
+        lines += [f"  {row.text[:86].strip()!r}" for row in rows]
+        return "\n".join(lines)
 
-            for number in stages:
-                stage = STAGES[number - 1]
-                row = Row(f"{number} {stage.name.replace('_', ' ')}")
-                bar.set_description(f"stage {row.name}")
-                done = bar.n
-                limit = done + self.workload.num_output_tokens
-                clock = StepClock(lambda n, limit=limit: bar.update(min(n, limit - bar.n)))
-
-                def generate(number: int = number, clock: StepClock = clock) -> list[list[int]]:
-                    generator = self.build(number, clock)  # anew, so that no prefix is cached yet
-                    clock.start()
-                    return generator.generate(prompts, params)
-
-                self.repeat(row, generate)
-                row.longest_step = clock.longest
-                row.agrees = str(compare(expected, row.tokens).verdict)
-                bar.update(limit - bar.n)
-                rows.append(row)
-        return rows
-
-    def repeat(self, row: Row, generate: Callable[[], list[list[int]]]) -> None:
-        """Run up to `repeats` times, but a slow one (over ten seconds) only once."""
-        for _ in range(self.repeats):
-            start = time.perf_counter()
-            row.tokens = generate()
-            row.seconds.append(time.perf_counter() - start)
-            if sum(row.seconds) > 10:
-                break
+    def result(self, rows: list[Row]) -> dict[str, Any]:
+        """The rows as data, every sample kept."""
+        return {
+            "model": self.name,
+            "requests": len(self.workload.prompts),
+            "prompt_tokens": sum(map(len, self.workload.prompts)),
+            "output_tokens": self.workload.num_output_tokens,
+            "width": WIDTH,
+            "rows": [
+                {
+                    "name": row.name,
+                    "stage": row.stage,
+                    "seconds": row.seconds,
+                    "longest_steps": row.longest_steps,
+                    "verdict": row.verdict,
+                }
+                for row in rows
+            ],
+        }

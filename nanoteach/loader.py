@@ -44,13 +44,13 @@ def load_model(
         return files[name](name).to(device=device, dtype=dtype)
 
     weights = read_weights(config, read)
-    # A bias or a norm that nobody asked for would change the results: better no model than a wrong one.
+    # A bias or a norm left out would change the results: better no model than a wrong one.
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     left = [name for name in files.keys() - used - ignored if not name.endswith(".inv_freq")]
     if left:
         raise ValueError(
-            f"the checkpoint in {folder} has {len(left)} tensors that its config does not speak of, "
-            f"such as {sorted(left)[0]!r}"
+            f"the checkpoint in {folder} has {len(left)} tensors beyond its config, such as "
+            f" {sorted(left)[0]!r}"
         )
     return Decoder(config, weights, ops, max_model_len)
 

@@ -129,7 +129,7 @@ TORCH_OPS = Ops(rms_norm=rms_norm, rotary=apply_rotary, silu_and_mul=silu_and_mu
 
 
 def kv_head_map(num_heads: int, num_kv_heads: int) -> list[int]:
-    """For each query head the K/V head that it reads: neighbours share (GQA, Ainslie et al., 2023)."""
+    """The K/V head that each query head reads: neighbours share (GQA, Ainslie et al., 2023)."""
     group = num_heads // num_kv_heads
     return [head // group for head in range(num_heads)]
 

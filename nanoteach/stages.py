@@ -4,7 +4,8 @@ A stage is a choice of parts. From stage 4 on the engine core stays, and a stage
 given: a block manager, a scheduler.
 """
 
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -1,0 +1,20 @@
+"""What the exactness tests have compared, told at the end of a run."""
+
+from collections import Counter
+
+import pytest
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Sum up what passed tests recorded as numbers (see `record_property`), in all processes."""
+    totals: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("passed", []):
+        numbers = {key: n for key, n in report.user_properties if isinstance(n, int)}
+        if "tokens" in numbers:
+            totals.update(numbers, runs=1)
+    if totals:
+        told = ", ".join(f"{totals[key]:,} {key}" for key in ("runs", "requests", "tokens"))
+        terminalreporter.write_line(
+            f"compared with transformers: {told}; {totals['ties']} ties, "
+            f"{totals['preemptions']:,} preemptions"
+        )
