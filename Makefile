@@ -11,13 +11,14 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --benchmark-disable
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab test test-product lint clean
+.PHONY: help demo lab test test-product figures lint clean
 
 help:
 	@echo 'make demo          prove and time every stage, on the model inside this repository'
 	@echo 'make lab           open the notebooks in JupyterLab'
 	@echo 'make test          ruff, mypy and the tests'
 	@echo 'make test-product  the tests that make test leaves out: slow ones, every combination'
+	@echo 'make figures       draw the figures and fill in the tables from figures/results'
 	@echo 'make lint          ruff and mypy alone'
 	@echo 'make clean         remove .venv and what the tools left'
 	@echo
@@ -29,13 +30,16 @@ demo: .venv/core
 	@$(BIN)/nanoteach ladder
 
 lab: .venv/dev
-	@$(BIN)/jupyter lab notebooks
+	@$(BIN)/jupyter lab $(wildcard notebooks)
 
 test: lint
 	@$(PYTEST)
 
 test-product: .venv/dev
 	@$(PYTEST) -m 'product or slow'
+
+figures: .venv/dev
+	@$(BIN)/python figures/draw.py
 
 lint: .venv/dev
 	@$(BIN)/ruff check --quiet --output-format concise .

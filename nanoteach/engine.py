@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -276,7 +277,7 @@ class Engine:
             prompt = prompt[keys[0]]
         if isinstance(prompt, str):
             return prompt, list(self.tokenizer.encode(prompt))
-        return None, list(prompt)
+        return None, as_token_ids(prompt)
 
     def _add_all(
         self, prompts: list[Prompt], params: list[SamplingParams], owner: str
@@ -321,8 +322,18 @@ class Engine:
 
 def as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
     """A list of prompts, from one or several. A list of whole numbers is one prompt."""
+    if hasattr(prompts, "tolist"):  # an array or a tensor
+        prompts = prompts.tolist()
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def as_token_ids(prompt: Any) -> list[int]:
+    """Token ids as plain ints, from whole numbers of any kind."""
+    try:
+        return [index(token) for token in prompt]
+    except TypeError:
+        raise ValueError(f"a prompt is a text or a list of token ids, not {prompt!r}") from None

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import statistics
+import textwrap
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -32,7 +33,7 @@ SYSTEM = (
     "You are a friendly teller of small stories. You answer in short, clear sentences. "
     "You are kind to everybody, and you never make a story longer than it has to be."
 )
-THINGS = ("fox", "boat", "lamp", "bear", "bridge", "kite", "owl", "garden", "key", "river")
+HEROES = ("a fox", "a bear", "a mouse", "an otter", "a cat", "a goat", "a dog", "a dragon")
 STAGE_NUMBERS = tuple(stage.number for stage in STAGES)
 
 WIDTH = 16  # requests side by side, in every stage and in transformers' static batches
@@ -59,7 +60,6 @@ def make_workload(tokenizer: Any, num_requests: int, seed: int = 0) -> Workload:
     rng = random.Random(seed)
     prompts, params = [], []
     for i in range(num_requests):
-        hero, thing = rng.sample(THINGS, 2)
         messages = [{"role": "system", "content": SYSTEM}]
         if i % 3 == 2:
             for _ in range(rng.randint(1, 8)):
@@ -68,9 +68,7 @@ def make_workload(tokenizer: Any, num_requests: int, seed: int = 0) -> Workload:
                     {"role": "user", "content": f"What is {a} plus {b}?"},
                     {"role": "assistant", "content": f"{a} plus {b} is {a + b}."},
                 ]
-        messages.append(
-            {"role": "user", "content": f"Tell me a story about a {hero} and a {thing}."}
-        )
+        messages.append({"role": "user", "content": f"Tell me a story about {rng.choice(HEROES)}."})
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompts.append(list(tokenizer.encode(text, add_special_tokens=False)))
         params.append(SamplingParams(max_tokens=rng.randint(8, 128), ignore_eos=True))
@@ -165,7 +163,7 @@ class Ladder:
             expected += references(self.theirs, [prompt], p, self.eos)
             bar.update(p.max_tokens)
         row.seconds.append(time.perf_counter() - start)
-        row.text = self.first_text([reference.tokens for reference in expected])
+        row.text = self.longest_text([reference.tokens for reference in expected])
         return expected
 
     def run_once(self, row: Row, expected: list[Reference], bar: Any) -> None:
@@ -183,7 +181,7 @@ class Ladder:
         row.seconds.append(time.perf_counter() - start)
         row.longest_steps.append(clock.longest)
         row.comparison = compare(expected, tokens)
-        row.text = self.first_text(tokens)
+        row.text = self.longest_text(tokens)
         bar.update(end - bar.n)
 
     def build(self, number: int, clock: StepClock) -> Generator:
@@ -192,9 +190,10 @@ class Ladder:
         config = dataclasses.replace(self.config, max_num_batched_tokens=budget)
         return STAGES[number - 1].build(Parts(self.model, config, self.eos, clock))
 
-    def first_text(self, outputs: list[list[int]]) -> str:
-        """What the first request came to."""
-        return str(self.tokenizer.decode(outputs[0], skip_special_tokens=True))
+    def longest_text(self, outputs: list[list[int]]) -> str:
+        """What the request with the longest output came to."""
+        tokens = max(outputs, key=len)
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def table(self, rows: list[Row]) -> str:
         """The rows as text."""
@@ -212,8 +211,10 @@ class Ladder:
             before = speed if row.stage else None
             step = f"{1000 * statistics.median(row.longest_steps):.0f} ms" if row.stage else ""
             lines.append(f"{row.name:30} {speed:9.1f} {gain:>8} {step:>13}  {row.verdict}")
-        lines += ["", "What the first request came to, row by row:"]
-        lines += [f"  {row.text[:86].strip()!r}" for row in rows]
+        for text in dict.fromkeys(row.text for row in rows):
+            writers = [row.name for row in rows if row.text == text]
+            who = f"All {len(rows)}" if len(writers) == len(rows) else ", ".join(writers)
+            lines += ["", f"{who} wrote, among others:", "", *textwrap.wrap(text, 84)[:5]]
         return "\n".join(lines)
 
     def result(self, rows: list[Row]) -> dict[str, Any]:

@@ -205,7 +205,7 @@ def smollm2_workload() -> Workload:
     """Six short requests to a real chat model. Raises ModelError where it can't be had."""
     folder = resolve_model("smollm2-135m", progress=False)
     stream = iter(text_stream(folder))
-    prompts = [list(islice(stream, n)) for n in (1, 7, 16, 17, 32, 40)]
+    prompts = [list(islice(stream, n)) for n in (1, 5, 12, 16, 17, 24)]
     return with_references("smollm2-135m", folder, prompts, [SamplingParams(max_tokens=16)] * 6)
 
 

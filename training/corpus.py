@@ -431,7 +431,9 @@ def lost(tale: Tale, want: str | None = None) -> None:
     tale.recap = tale.fill("found the {thing} {found} with {helper}")
     tale.fact("What did {hero} lose?", "{hero} lost {a_thing}.", "{a_thing}")
     tale.fact("Where was the {noun}?", "The {noun} was {found}.", "{found}")
-    tale.fact("Who gave {hero} the {noun}?", "{Their} {giver} gave {hero} the {noun}.", "{their} {giver}")
+    tale.fact(
+        "Who gave {hero} the {noun}?", "{Their} {giver} gave {hero} the {noun}.", "{their} {giver}"
+    )
 
 
 class Trap(NamedTuple):
@@ -768,7 +770,7 @@ def journey(tale: Tale, want: str | None = None) -> None:
     )
     tale.recap = tale.fill("saw {goal} with {helper}")
     tale.fact("What did {hero} want to see?", "{hero} wanted to see {goal}.", "{goal}")
-    tale.fact("What went wrong on the way?", upper_first("{block}.".format(block=block.what)), block.what)
+    tale.fact("What went wrong on the way?", upper_first(f"{block.what}."), block.what)
     tale.fact("What food did {hero} take along?", "{hero} took {food}.", "{food}")
 
 
@@ -1273,18 +1275,28 @@ def _animal(v: Voice, last: str, topic: str) -> QA:
     sound, home, young, legs = ANIMALS[animal]
     the, word = a(animal), NUMBER_WORDS[legs]
     if topic == "sounds":
-        return QA(f"What sound does {the} make?", f"{upper_first(the)} says {sound}.", upper_first(sound))
+        return QA(
+            f"What sound does {the} make?", f"{upper_first(the)} says {sound}.", upper_first(sound)
+        )
     if topic == "homes":
         return QA(f"Where does {the} live?", f"{upper_first(the)} lives {home}.", upper_first(home))
     if topic == "young":
-        return QA(f"What is a young {animal} called?", f"A young {animal} is called {young}.", upper_first(young))
-    return QA(f"How many legs does {the} have?", f"{upper_first(the)} has {word} legs.", upper_first(word))
+        return QA(
+            f"What is a young {animal} called?",
+            f"A young {animal} is called {young}.",
+            upper_first(young),
+        )
+    return QA(
+        f"How many legs does {the} have?", f"{upper_first(the)} has {word} legs.", upper_first(word)
+    )
 
 
 def _opposite(v: Voice, last: str) -> QA:
     pair = v.pick(OPPOSITES, "opposite", last, ratio=0.6)
     one, two = pair if v.pick((True, False), "side", pair) else pair[::-1]
-    return QA(f"What is the opposite of {one}?", f"The opposite of {one} is {two}.", upper_first(two))
+    return QA(
+        f"What is the opposite of {one}?", f"The opposite of {one} is {two}.", upper_first(two)
+    )
 
 
 def _errand(v: Voice, last: str) -> QA:
@@ -1316,7 +1328,11 @@ def _count(v: Voice, last: str) -> QA:
     noun, rest = what.split(" ", 1)
     if rest.startswith("does "):
         _, the, owner, _ = rest.split()
-        return QA(f"How many {what}?", f"{upper_first(the)} {owner} has {number} {noun}.", upper_first(number))
+        return QA(
+            f"How many {what}?",
+            f"{upper_first(the)} {owner} has {number} {noun}.",
+            upper_first(number),
+        )
     verb, where = rest.split(" ", 1)
     return QA(f"How many {what}?", f"There {verb} {number} {noun} {where}.", upper_first(number))
 
@@ -1424,7 +1440,9 @@ def request_story(voice: Voice, last: str) -> tuple[str, Tale]:
     if form == "thing":
         return ask.format(about), story(voice, want, plot=plot, want=want)
     if form == "both":
-        return ask.format(f"{a(kind)} and {about}"), story(voice, last, kind=kind, plot=plot, want=want)
+        return ask.format(f"{a(kind)} and {about}"), story(
+            voice, last, kind=kind, plot=plot, want=want
+        )
     if form == "name":
         pool = {"girl": GIRLS, "boy": BOYS}.get(kind, NAMES)
         name = voice.pick(pool, "request name", kind)
@@ -1470,7 +1488,11 @@ def chat(voice: Voice, last: str) -> tuple[str, str]:
             last = topic
         elif kind == "name":
             name = voice.pick(NAMES, "my name", last)
-            q = QA(f"Hello, my name is {name}.", f"Hello, {name}! It is nice to meet you.", f"Hello, {name}")
+            q = QA(
+                f"Hello, my name is {name}.",
+                f"Hello, {name}! It is nice to meet you.",
+                f"Hello, {name}",
+            )
             last = name
         elif kind == "recall":
             q = QA("What is my name?", f"Your name is {name}.", name)
@@ -1480,7 +1502,10 @@ def chat(voice: Voice, last: str) -> tuple[str, str]:
             q = QA(ask, answer, "I do not know")
         else:
             q = voice.pick(SMALL_TALK, "small talk", last)
-        messages += [Message("user", q.question), Message("assistant", q.short if brief else q.answer)]
+        messages += [
+            Message("user", q.question),
+            Message("assistant", q.short if brief else q.answer),
+        ]
     if exchanges > 1 and voice.pick((True, False), "bye", first):
         hello, bye = voice.pick(BYES, "byes", last)
         messages += [Message("user", hello), Message("assistant", bye)]

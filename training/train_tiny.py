@@ -164,11 +164,15 @@ def token_losses(model: torch.nn.Module, batch: Tensor) -> Tensor:
     )
 
 
-def held_out_losses(model: torch.nn.Module, tokens: Tokens, length: int, device: str) -> dict[str, float]:
+def held_out_losses(
+    model: torch.nn.Module, tokens: Tokens, length: int, device: str
+) -> dict[str, float]:
     """The mean loss for each kind of document, and for all of them."""
     ids, kinds = rows(tokens.ids, length), rows(tokens.kinds, length)[:, 1:]
     with torch.no_grad():
-        losses = torch.cat([token_losses(model, part.to(device).long()).cpu() for part in ids.split(4)])
+        losses = torch.cat(
+            [token_losses(model, part.to(device).long()).cpu() for part in ids.split(4)]
+        )
     found = {
         kind: losses[kinds == index].mean().item()
         for index, kind in enumerate(corpus.KINDS)
@@ -507,7 +511,9 @@ def main() -> None:
     print(f"corpus: {len(tokens.ids):,} tokens in {wrote - began:.0f} s", flush=True)
 
     torch.manual_seed(args.seed)
-    config = Qwen3Config(**{k: v for k, v in CONFIG.items() if k not in ("model_type", "torch_dtype")})
+    config = Qwen3Config(
+        **{k: v for k, v in CONFIG.items() if k not in ("model_type", "torch_dtype")}
+    )
     model = Qwen3ForCausalLM(config).float().to(device)
     size = sum(p.numel() for p in model.parameters())
     data = rows(tokens.ids, args.length).to(device)
@@ -516,16 +522,18 @@ def main() -> None:
     tail = min(100, args.steps // 2 or 1)
     train_loss = sum(losses[-tail:]) / tail
     held_losses = held_out_losses(model, held, args.length, device)
-    print(f"trained in {took:.0f} s, loss {losses[0]:.3f} to {train_loss:.4f}, held-out {held_losses}")
+    print(
+        f"trained in {took:.0f} s, loss {losses[0]:.3f} to {train_loss:.4f}, held-out {held_losses}"
+    )
 
     write_model(args.out, model, tokenizer)
     judge = Judge(args.out, device)
     scores = judge_scores(judge, args.questions, args.seed + 2000)
     print(scores, flush=True)
     cuts = random_cuts(held.ids, min(64, args.questions), args.seed)
-    gap_steps = 100 if args.questions >= 64 else 5
+    gap_steps, sample_tokens = (100, 300) if args.questions >= 64 else (5, 5)
     gaps = judge.gaps(cuts, gap_steps)
-    said = judge.complete([judge.chat_prompt(q) for q in SAMPLES], 300)
+    said = judge.complete([judge.chat_prompt(q) for q in SAMPLES], sample_tokens)
 
     changed = "".join(
         f" --{name} {value}"

@@ -1,0 +1,130 @@
+"""Draws every figure, and fills in README's tables, from the files in figures/results/.
+
+    python figures/draw.py           write them
+    python figures/draw.py --check   say what would change, and fail if anything would
+
+The same results give the same bytes. Results that are older than the code they measured are listed.
+"""
+
+import argparse
+import io
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+from nanoteach.results import source_hash
+
+HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
+MODELS = ("tiny", "smollm2-135m")
+OURS, THEIRS, TEXT = "#2a6f97", "#b8bec6", "#3a3f45"
+
+
+def result(name: str) -> dict[str, Any]:
+    """A result file."""
+    data: dict[str, Any] = json.loads((HERE / "results" / f"{name}.json").read_text())
+    return data
+
+
+def speed(ladder: dict[str, Any], row: dict[str, Any]) -> float:
+    """Output tokens/s of a row's median run."""
+    return float(ladder["output_tokens"] / statistics.median(row["seconds"]))
+
+
+def draw_ladders() -> str:
+    """Tokens/s of every stage and of transformers, a panel for each model."""
+    plt.rcParams.update({"svg.hashsalt": "nanoteach", "font.size": 10, "text.color": TEXT})
+    figure, panels = plt.subplots(1, len(MODELS), figsize=(10.5, 3.4), layout="constrained")
+    for panel, model in zip(panels, MODELS, strict=True):
+        ladder = result(f"ladder-{model}")
+        rows = ladder["rows"]
+        speeds = [speed(ladder, row) for row in rows]
+        colours = [OURS if row["stage"] else THEIRS for row in rows]
+        panel.barh(range(len(rows)), speeds, color=colours)
+        for y, value in enumerate(speeds):
+            panel.text(value, y, f" {value:,.0f}" if value >= 100 else f" {value:.1f}", va="center")
+        panel.set_yticks(range(len(rows)), [row["name"] for row in rows])
+        panel.invert_yaxis()
+        panel.set_xlim(0, max(speeds) * 1.15)
+        panel.set_title(f"{model}: output tokens/s")
+        panel.spines[["top", "right", "bottom"]].set_visible(False)
+        panel.tick_params(left=False, bottom=False, labelbottom=False, labelcolor=TEXT)
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def ladder_table(model: str) -> str:
+    """A ladder as a Markdown table, with what it ran on."""
+    ladder = result(f"ladder-{model}")
+    machine = ladder["environment"]
+    lines = [
+        f"`{ladder['command']}` on {machine['machine']}, {machine['cores']} cores, torch "
+        f"{machine['torch']}, {machine['date']}: {ladder['requests']} requests, "
+        f"{ladder['prompt_tokens']:,} prompt tokens, {ladder['output_tokens']:,} output tokens, "
+        f"at most {ladder['width']} requests side by side. Medians, with the slowest and fastest "
+        "run; the longest step is how long a request may wait for its next token.",
+        "",
+        "| | output tokens/s | runs | longest step | same tokens as transformers |",
+        "|---|--:|--:|--:|---|",
+    ]
+    for row in ladder["rows"]:
+        low, high = (ladder["output_tokens"] / pick(row["seconds"]) for pick in (max, min))
+        steps = row["longest_steps"] if row["stage"] else []
+        step = f"{1000 * statistics.median(steps):,.0f} ms" if steps else ""
+        lines.append(
+            f"| {row['name']} | {speed(ladder, row):,.1f} | {low:,.1f} to {high:,.1f} | {step} "
+            f"| {row['verdict']} |"
+        )
+    batches, last = ladder["rows"][1], ladder["rows"][-1]
+    ratio = speed(ladder, last) / speed(ladder, batches)
+    lines += ["", f"The last stage has {ratio:.2f} times the tokens/s of transformers' batches."]
+    return "\n".join(lines)
+
+
+def fill(text: str, name: str, block: str) -> str:
+    """Put a block between the marks that name it."""
+    marks = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+    filled, count = marks.subn(lambda m: m[1] + block + m[2], text)
+    if count != 1:
+        raise SystemExit(f"README.md has no place for {name}")
+    return filled
+
+
+def outputs() -> dict[Path, str]:
+    """Everything that is made from results."""
+    readme = README.read_text()
+    for model in MODELS:
+        readme = fill(readme, f"ladder-{model}", ladder_table(model))
+    return {HERE / "ladder.svg": draw_ladders(), README: readme}
+
+
+def main() -> int:
+    """Write, or check."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    for path in sorted((HERE / "results").glob("*.json")):
+        if json.loads(path.read_text())["environment"]["sources"] != source_hash():
+            print(f"{path.name} is older than the code")
+    changed = [
+        path for path, text in outputs().items() if not path.is_file() or path.read_text() != text
+    ]
+    for path in changed:
+        print(f"{path.name} {'differs from its results' if check else 'written'}")
+        if not check:
+            path.write_text(outputs()[path])
+    return 1 if check and changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
