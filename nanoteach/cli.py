@@ -102,7 +102,7 @@ def print_stream(engine: "Engine", prompt: list[int], max_tokens: int) -> str:
 
     room = engine.core.max_model_len - len(prompt)
     text = ""
-    for output in engine.stream(prompt, SamplingParams(max_tokens=max(1, min(max_tokens, room)))):
+    for output in engine.stream(prompt, SamplingParams(max_tokens=min(max_tokens, max(room, 1)))):
         print(output.outputs[0].text[len(text) :], end="", flush=True)
         text = output.outputs[0].text
     print()

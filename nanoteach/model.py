@@ -171,7 +171,12 @@ class Decoder:
         self.config = config
         self.weights = weights
         self.ops = ops
-        self.max_model_len = min(max_model_len or config.max_position, config.max_position)
+        self.max_model_len = max_model_len or config.max_position
+        if self.max_model_len > config.max_position:
+            raise ValueError(
+                f"max_model_len = {max_model_len} is over {config.max_position}, the longest that "
+                "this model's positions go"
+            )
         cos, sin = rope_table(config, self.max_model_len)
         self.cos, self.sin = cos.to(weights.norm), sin.to(weights.norm)
 

@@ -33,7 +33,7 @@ def pool_blocks(
             f"takes {block_bytes}: raise kv_cache_memory_bytes or gpu_memory_utilization"
         )
     # More than this could never be used.
-    longest = min(engine.max_model_len or config.max_position, config.max_position)
+    longest = engine.max_model_len or config.max_position
     most = engine.max_num_seqs * blocks_needed(longest, engine.block_size)
     return min(memory // block_bytes, most)
 

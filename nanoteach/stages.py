@@ -55,7 +55,7 @@ class Parts:
     @property
     def max_model_len(self) -> int:
         """Most tokens of a request, prompt and output together."""
-        return min(self.config.max_model_len or self.model.max_model_len, self.model.max_model_len)
+        return self.config.max_model_len or self.model.max_model_len
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,9 @@ class ShadowRunner:
         """See `ModelRunner.execute`."""
         self.last_step = {seq.request_id: num_new for seq, num_new in scheduled}
         assert len(self.last_step) == len(scheduled), "a request is in the step twice"
-        self.first_seen += [name for name in self.last_step if name not in self.first_seen]
+        for seq in self.scheduler.running:
+            if seq.request_id in self.last_step and seq.request_id not in self.first_seen:
+                self.first_seen.append(seq.request_id)
         # Every layer stores the K/V of all new tokens before anyone attends: write, then read.
         self.write(scheduled)
         if self.fault:

@@ -181,11 +181,12 @@ def text_stream(folder: Path) -> list[int]:
     deeds = "found", "carried", "wanted", "painted", "forgot", "gave away", "looked for", "kept"
     things = "a red boat", "the key", "three apples", "a letter", "some bread", "the map", "a drum"
     places = "in the garden", "near the river", "on Monday", "before the rain came", "at school"
-    text = " ".join(
-        f"{rng.choice(people)} {rng.choice(deeds)} {rng.choice(things)} {rng.choice(places)}."
-        for _ in range(800)
-    )
-    return list(load_tokenizer(folder).encode(text, add_special_tokens=False))
+    tokenizer = load_tokenizer(folder)
+    stream: list[int] = []
+    for _ in range(800):
+        sentence = " ".join(rng.choice(words) for words in (people, deeds, things, places))
+        stream += tokenizer.encode(sentence + ". ", add_special_tokens=False)
+    return stream
 
 
 @cache

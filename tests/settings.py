@@ -19,7 +19,7 @@ UNLIMITED = 1_000_000
 BUDGETS = (1, 7, 64, MAX_MODEL_LEN, UNLIMITED)
 # In tokens: a pool that runs out (requests are preempted), what the longest request needs (the last
 # sampled token needs no place), and enough for all 64 requests, each rounded up to blocks of 256.
-POOLS = {"middling": 1200, "smallest": MAX_MODEL_LEN - 1, "ample": 64 * 512}
+POOLS = {"middling": 700, "smallest": MAX_MODEL_LEN - 1, "ample": 64 * 512}
 MAX_NUM_SEQS = (64, 5)
 
 

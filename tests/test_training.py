@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ MODEL = ROOT / "nanoteach" / "models" / "tiny"
 sys.path.insert(0, str(TRAINING))
 
 import corpus  # noqa: E402
+import train_tiny  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def test_sums_are_right_and_some_are_held_out(pages: list[corpus.Document]) -> N
             assert int(x) + int(y) == int(total)
             assert not corpus.held_out_sum(int(x), int(y))
             found += 1
-    assert found > 1000
+    assert found > 500
 
 
 @pytest.mark.parametrize("plot", [plot for plot, _ in corpus.PLOTS])
@@ -73,8 +75,9 @@ def test_a_story_stays_consistent(plot: corpus.Plot) -> None:
             assert (tale.hero.kind == "girl") == tale.hero.she
         # What is asked about the story stands in the story.
         for fact in tale.facts:
-            said = re.sub(r"^(a|an|the) ", "", fact.short.lower())
-            assert said in text.lower() or fact.short.startswith(("Helped", "Her ", "His "))
+            little = {"a", "an", "at", "her", "his", "in", "on", "the", "to", "helped"}
+            words = set(re.findall(r"\w+", fact.short.lower())) - little
+            assert words <= set(re.findall(r"\w+", text.lower()))
 
 
 def test_what_was_lost_is_what_is_found() -> None:
@@ -115,7 +118,7 @@ def test_one_option_is_clearly_favoured() -> None:
 
 def test_a_short_training_writes_a_folder_that_opens(tmp_path: Path) -> None:
     command = [sys.executable, str(TRAINING / "train_tiny.py"), "--out", str(tmp_path / "model")]
-    small = "--volumes 2 --characters 30000 --steps 12 --batch 4 --length 96 --questions 1"
+    small = "--volumes 2 --characters 9000 --steps 12 --batch 4 --length 96 --questions 1"
     result = subprocess.run(
         [*command, *small.split(), "--workers", "1", "--device", "cpu"],
         capture_output=True, text=True, check=True, env=quiet_environment(),
@@ -125,21 +128,16 @@ def test_a_short_training_writes_a_folder_that_opens(tmp_path: Path) -> None:
     tokenizer, model = open_model(tmp_path / "model")
     assert model.config.model_type == "qwen3"
     assert "Mean training loss" in (tmp_path / "model" / "README.md").read_text("utf-8")
-    assert len(answer(tokenizer, model, "Hello!", new_tokens=3)) >= 0
+    assert isinstance(answer(tokenizer, model, "Hello!", new_tokens=3), str)
 
 
 def test_help_tells_the_options() -> None:
-    result = subprocess.run(
-        [sys.executable, str(TRAINING / "train_tiny.py"), "--help"],
-        capture_output=True, text=True, check=True, env=quiet_environment(),
-    )  # fmt: skip
+    told = train_tiny.make_parser().format_help()
     for option in ("--out", "--steps", "--volumes", "--length", "--compile"):
-        assert option in result.stdout
+        assert option in told
 
 
 def quiet_environment() -> dict[str, str]:
-    import os
-
     return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 

@@ -199,7 +199,7 @@ def train(
         [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}],
         lr=peak, betas=(0.9, 0.95), fused=data.is_cuda,
     )  # fmt: skip
-    forward = torch.compile(model) if compiled else model
+    forward: torch.nn.Module = torch.compile(model) if compiled else model  # type: ignore[assignment]
     losses: list[Tensor] = []
     feed = batches(data, batch, seed)
     bar = trange(steps, desc="training", unit="step", mininterval=2)
@@ -361,7 +361,16 @@ def judge_scores(judge: Judge, count: int, seed: int) -> dict[str, float]:
         asked[q.question] = q.answer
         if len(asked) == count:
             break
+    short = [(x, y) for x in range(10) for y in range(10)][: count * 10]
     scores = {
+        "`What is 3 plus 4?`, all 100 sums of one digit": judge.share_right(
+            [judge.chat_prompt(f"What is {x} plus {y}?") for x, y in short],
+            [f"{x} plus {y} is {x + y}." for x, y in short],
+        ),
+        "`What is 3 + 4?`, the same 100": judge.share_right(
+            [judge.chat_prompt(f"What is {x} + {y}?") for x, y in short],
+            [f"{x} + {y} = {x + y}" for x, y in short],
+        ),
         "sums never shown": judge.share_right([judge.chat_prompt(q) for q in sums], totals),
         "facts": judge.share_right([judge.chat_prompt(q) for q in asked], list(asked.values())),
     }
@@ -427,7 +436,7 @@ Much of the loss that is left is the choice that the grammar makes by chance.
 
 Greedy answers in float32, exactly right or wrong:
 
-| {questions} of each | right |
+| {questions} of each, if not told otherwise | right |
 | --- | --- |
 {scores}
 
@@ -449,7 +458,8 @@ Greedy, with the chat template:
 
 The model has seen only our own made-up text: a few hundred words, {heroes} kinds of heroes,
 {plots} plots. Asked about anything else it says that it does not know, or makes something
-up. It writes English only. It is for teaching and testing, not for use.
+up. Now and then it slips: it copies a digit wrong, or two people in a story bear one name.
+It writes English only. It is for teaching and testing, not for use.
 
 ## Licence
 
@@ -470,7 +480,7 @@ def quoted(text: str) -> str:
 # ---------------------------------------------------------------------------------------
 
 
-def parse() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Train the model `tiny`: corpus, tokenizer, weights and model card.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -491,11 +501,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to train"
     )
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
-    args = parse()
+    args = make_parser().parse_args()
     device: str = args.device
     hardware = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     began = time.perf_counter()

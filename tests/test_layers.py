@@ -1,0 +1,111 @@
+"""The package is the syllabus: a module imports only from its own stage of the course or an earlier one."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import nanoteach
+from nanoteach.stages import STAGES
+
+PACKAGE = Path(nanoteach.__file__).parent
+
+STAGE_0 = ("config", "hardware", "cost_model")
+# What stands on all stages, and so may import anything.
+ALL = ("__init__", "engine", "stages", "detokenizer", "reference")
+LAST = 99
+
+Places = dict[str, int]
+
+
+def places() -> Places:
+    """The stage of every module. Raises ValueError where two claim the same one."""
+    listed = [(name, 0) for name in STAGE_0]
+    listed += [(name, stage.number) for stage in STAGES for name in stage.modules]
+    listed += [(name, LAST) for name in ALL]
+    result = dict(listed)
+    if len(result) < len(listed):
+        names = [name for name, _ in listed]
+        raise ValueError(f"listed twice: {sorted({n for n in names if names.count(n) > 1})}")
+    return result
+
+
+def modules() -> dict[str, str]:
+    """The source of every module of the package, by its name inside the package."""
+    return {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path.read_text()
+        for path in PACKAGE.rglob("*.py")
+    }
+
+
+def imports(source: str) -> set[str]:
+    """The modules of the package that a source imports, wherever in it that happens."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:  # the package has one level, so the dots stand for its name
+                module = f"nanoteach.{module}".rstrip(".")
+            # `from nanoteach import x` may mean the module x, or a name in nanoteach itself.
+            is_package = (PACKAGE.parent / module.replace(".", "/")).is_dir() and module
+            found |= {f"{module}.{alias.name}" for alias in node.names} if is_package else {module}
+    ours = {name.removeprefix("nanoteach.") for name in found if name.startswith("nanoteach.")}
+    if "nanoteach" in found:
+        ours.add("__init__")
+    known = modules()
+    return {name if name in known else "__init__" for name in ours}
+
+
+def violations(sources: dict[str, str], stage_of: Places) -> list[str]:
+    """Imports from a later stage, in words. A module without a place may not be imported."""
+    return [
+        f"{name} (stage {stage_of[name]}) imports {other} (stage {stage_of.get(other, LAST)})"
+        for name, source in sources.items()
+        for other in sorted(imports(source))
+        if name in stage_of and stage_of.get(other, LAST) > stage_of[name]
+    ]
+
+
+def test_every_module_has_one_place() -> None:
+    assert set(places()) == set(modules()), (
+        "a new module belongs in its stage's `modules` in stages.py, or, if it needs all stages, "
+        "in ALL above"
+    )
+
+
+def test_no_module_imports_from_a_later_stage() -> None:
+    assert violations(modules(), places()) == []
+
+
+@pytest.mark.parametrize(
+    "line, other",
+    [
+        ("from nanoteach.scheduler import Scheduler", "scheduler"),
+        ("import nanoteach.scheduler", "scheduler"),
+        ("import nanoteach.scheduler as s", "scheduler"),
+        ("from nanoteach import scheduler", "scheduler"),
+        ("from .scheduler import Scheduler", "scheduler"),
+        ("from . import scheduler", "scheduler"),
+        ("from nanoteach import Engine", "__init__"),
+        ("import nanoteach", "__init__"),
+        ("def f():\n    from nanoteach.scheduler import Scheduler", "scheduler"),
+        ("if TYPE_CHECKING:\n    from nanoteach.scheduler import Scheduler", "scheduler"),
+    ],
+)
+def test_an_import_from_a_later_stage_is_found(line: str, other: str) -> None:
+    sources = modules()
+    sources["block_manager"] += "\n" + line  # stage 3
+    found = violations(sources, places())
+    assert [problem for problem in found if problem.startswith("block_manager")] == [
+        f"block_manager (stage 3) imports {other} (stage {places()[other]})"
+    ]
+
+
+@pytest.mark.parametrize(
+    "line", ["from nanoteach.config import ModelConfig", "import torch", "import nanoteachers"]
+)
+def test_other_imports_are_fine(line: str) -> None:
+    sources = {"block_manager": modules()["block_manager"] + "\n" + line}
+    assert violations(sources, places()) == []
