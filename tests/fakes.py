@@ -95,7 +95,6 @@ class ShadowRunner:
         for seq, num_new in scheduled:
             start, stop = seq.num_computed_tokens, seq.num_computed_tokens + num_new
             assert 0 < num_new <= seq.num_missing_tokens, f"{num_new} new tokens"
-            assert stop < len(seq.token_ids) + 1
             histories = chain(seq.token_ids)
             for position, slot in enumerate(
                 slot_mapping(seq.block_table, self.block_size, start, stop), start
@@ -148,14 +147,17 @@ CHAT_TEMPLATE = (
 def save_random_model(folder: Path, max_position: int = 2048) -> Path:
     """Write a small Qwen3 whose weights are large enough to make every token count.
 
-    Its tokenizer knows bytes, so its texts are noise, with characters of several tokens among it.
+    Its tokenizer has a token for each ASCII character, and the bytes of "é€": its texts are noise,
+    with a character of several tokens, or a piece of one, here and there.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    known = "".join(map(chr, range(32, 127))) + "é€"
+    letters = sorted({letter for text, _ in split.pre_tokenize_str(known) for letter in text})
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
