@@ -93,22 +93,6 @@ GIRLS = ("Mira", "Fern", "Nell", "Ada", "Ivy", "Wren", "Tessa", "Juno", "Pearl",
 BOYS = ("Otis", "Finn", "Bram", "Leo", "Hugo", "Tomas", "Kit", "Jonas", "Emil", "Rufus")
 NAMES = tuple(name for pair in zip(GIRLS, BOYS, strict=True) for name in pair)
 
-# Those whom the hero meets have names of their own, so that nobody meets their namesake.
-OTHER_GIRLS = ("Marta", "Greta", "Selma", "Rosa", "Thea", "Frida", "Dot", "Lotte", "Olga", "Vera")
-OTHER_BOYS = (
-    "Oskar",
-    "Pavel",
-    "Anton",
-    "Boris",
-    "Bruno",
-    "Albert",
-    "Pip",
-    "Conrad",
-    "Viktor",
-    "Gus",
-)
-OTHERS = tuple(name for pair in zip(OTHER_GIRLS, OTHER_BOYS, strict=True) for name in pair)
-
 HEROES = (
     "fox", "girl", "rabbit", "boy", "bear", "mouse", "hedgehog", "otter", "cat", "goat",
     "squirrel", "dog", "duck", "badger", "dragon", "robot",
@@ -177,11 +161,6 @@ class Place(NamedTuple):
     detail: str
     spots: tuple[str, str, str, str]
 
-    @property
-    def live(self) -> str:
-        """Where one lives who lives here: 'on a farm in a green valley'."""
-        return f"{self.at.split()[0]} {self.name}"
-
 
 PLACES = (
     Place("a village by the sea", "the village", "in the village",
@@ -196,7 +175,7 @@ PLACES = (
     Place("a farm in a green valley", "the farm", "on the farm",
           "The cows walked slowly, and the days were long and warm.",
           ("behind the barn", "in the hay loft", "by the duck pond", "under the apple tree")),
-    Place("the shore of a lake", "the lake", "on the lake",
+    Place("a small house by a lake", "the lake", "by the lake",
           "At dusk the water was so still that it held every star.",
           ("among the reeds", "on the wooden jetty", "under the upturned canoe", "by the willow")),
     Place("an island with one palm tree", "the island", "on the island",
@@ -288,7 +267,7 @@ class Person:
 
     @property
     def she(self) -> bool:
-        return self.name in GIRLS + OTHER_GIRLS
+        return self.name in GIRLS
 
     def words(self, prefix: str = "") -> dict[str, str]:
         """The words that stand for this person in a template."""
@@ -326,8 +305,6 @@ class Tale:
             "trait": self.trait,
             "habit": TRAITS[self.trait],
             "place": self.place.name,
-            "in_place": self.place.live,
-            "In_place": upper_first(self.place.live),
             "short": self.place.short,
             "at": self.place.at,
         }
@@ -349,7 +326,7 @@ class Tale:
     def meet_helper(self, by: str) -> Person:
         """Someone comes by. From here on the templates can speak of `helper`."""
         kind = self.voice.pick(HELPERS, "helper", by)
-        name = self.voice.pick_other(OTHERS, self.taken, "helper name", kind.kind)
+        name = self.voice.pick_other(NAMES, self.taken, "helper name", kind.kind)
         self.taken.append(name)
         helper = Person(name, kind.kind)
         self.words |= helper.words("h_") | {
@@ -482,7 +459,7 @@ def rescue(tale: Tale, want: str | None = None) -> None:
     small = want if want in SMALL_ONES else v.pick(SMALL_ONES, "small", hero)
     trap = v.pick(TRAPS, "trap", small)
     tool = v.pick(TOOLS, "tool", trap.where)
-    friend = v.pick_other(OTHERS, tale.taken, "small name", small)
+    friend = v.pick_other(NAMES, tale.taken, "small name", small)
     tale.taken.append(friend)
     tale.words |= Person(friend, small).words("s_") | {
         "small": small, "a_small": a(small), "where": trap.where, "fail": trap.fail,
@@ -883,7 +860,7 @@ def contest(tale: Tale, want: str | None = None) -> None:
     wanted = [c for c in CONTESTS if c.name == want]
     game = wanted[0] if wanted else v.pick(CONTESTS, "contest", hero)
     prize = v.pick(RIBBONS, "prize", game.name)
-    rival = v.pick_other(OTHERS, tale.taken, "rival", prize)
+    rival = v.pick_other(NAMES, tale.taken, "rival", prize)
     tale.taken.append(rival)
     tale.words |= Person(rival, "").words("r_") | {
         "game": game.name, "practice": tale.fill(game.practice), "breaks": game.breaks,
@@ -1052,10 +1029,10 @@ def new_tale(voice: Voice, last: str, kind: str = "", name: str = "") -> Tale:
 def opening(tale: Tale, last: str) -> None:
     tale.say(
         last,
-        "Once there was {a_kind} named {hero}, who lived {in_place}.",
-        "{In_place} lived {a_kind} whose name was {hero}.",
+        "Once there was {a_kind} named {hero}, who lived in {place}.",
+        "In {place} lived {a_kind} whose name was {hero}.",
         "{hero} was {a_kind} from {place}.",
-        "Once upon a time there was {a_kind} called {hero}. {They} lived {in_place}.",
+        "There was once {a_kind} called {hero}. {They} lived in {place}.",
     )
     tale.say(
         tale.trait,
@@ -1065,7 +1042,7 @@ def opening(tale: Tale, last: str) -> None:
     )
     tale.paragraphs[-1].append(tale.place.detail)
     tale.turn()
-    tale.fact("Where did {hero} live?", "{hero} lived {in_place}.", "{in_place}")
+    tale.fact("Where did {hero} live?", "{hero} lived in {place}.", "in {place}")
 
 
 def ending(tale: Tale) -> None:
@@ -1184,14 +1161,11 @@ def held_out_sum(x: int, y: int) -> bool:
 def operands(voice: Voice, last: str) -> tuple[int, int]:
     """Two numbers below 100. Each digit is led by the one before it."""
     digits = tuple(range(10))
-    size = voice.pick(("large", "small", "mixed"), "size", last)
     while True:
         x_tens = voice.pick(digits, "x tens", last, ratio=0.7)
         x_ones = voice.pick(digits, "x ones", x_tens, ratio=0.7)
         y_tens = voice.pick(digits, "y tens", x_ones, ratio=0.7)
         y_ones = voice.pick(digits, "y ones", x_tens, ratio=0.7)
-        x_tens = 0 if size == "small" else x_tens
-        y_tens = y_tens if size == "large" else 0
         x, y = 10 * x_tens + x_ones, 10 * y_tens + y_ones
         if not held_out_sum(x, y):
             return x, y
@@ -1409,7 +1383,6 @@ SMALL_TALK = (
     QA("Hello!", "Hello! How can I help you today?", "Hello"),
     QA("Hi", "Hi! What would you like: a story, a sum or a question?", "Hi"),
     QA("Hello, who are you?", "Hello! I am tiny, a very small language model.", "Tiny"),
-    QA("Who are you?", "I am tiny, a very small language model.", "Tiny"),
     QA("Good morning.", "Good morning! I hope you slept well.", "Morning"),
     QA("How are you?", "I am well, thank you. How are you?", "Well"),
     QA("What is your name?", "My name is tiny.", "Tiny"),
