@@ -11,13 +11,14 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --benchmark-disable
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab test test-product figures lint clean
+.PHONY: help demo lab test test-product notebooks figures lint clean
 
 help:
 	@echo 'make demo          prove and time every stage, on the model inside this repository'
 	@echo 'make lab           open the notebooks in JupyterLab'
 	@echo 'make test          ruff, mypy and the tests'
 	@echo 'make test-product  the tests that make test leaves out: slow ones, every combination'
+	@echo 'make notebooks     run the notebooks and write their outputs'
 	@echo 'make figures       draw the figures and fill in the tables from figures/results'
 	@echo 'make lint          ruff and mypy alone'
 	@echo 'make clean         remove .venv and what the tools left'
@@ -34,9 +35,13 @@ lab: .venv/dev
 
 test: lint
 	@$(PYTEST)
+	@$(PYTEST) --nbval notebooks/
 
 test-product: .venv/dev
 	@$(PYTEST) -m 'product or slow'
+
+notebooks: .venv/dev
+	@$(BIN)/python -m nanoteach.course.build
 
 figures: .venv/dev
 	@$(BIN)/python figures/draw.py

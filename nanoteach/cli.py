@@ -61,6 +61,17 @@ def make_parser() -> argparse.ArgumentParser:
     ladder.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
     ladder.set_defaults(run=run_ladder)
 
+    start = commands.add_parser("start", help="copy the notebooks to a folder of your own")
+    start.add_argument("folder", type=Path, metavar="DIR")
+    start.set_defaults(run=run_start)
+
+    progress = commands.add_parser(
+        "progress", help="which parts of the engine are yours, and whether it runs on them"
+    )
+    progress.add_argument("--reset", action="store_true", help="remove what is kept of your parts")
+    progress.add_argument("--yes", action="store_true", help="with --reset: do not ask")
+    progress.set_defaults(run=run_progress)
+
     doctor = commands.add_parser("doctor", help="what is here, and what to install for more")
     doctor.set_defaults(run=run_doctor)
     return parser
@@ -127,6 +138,20 @@ def run_ladder(args: argparse.Namespace) -> int:
         return 1
     print("\nOpen next: nanoteach/naive.py, where the ladder begins. README.md has the way on.")
     return 0
+
+
+def run_start(args: argparse.Namespace) -> int:
+    """Copy the notebooks for a learner."""
+    from nanoteach.course.progress import start
+
+    return start(args.folder)
+
+
+def run_progress(args: argparse.Namespace) -> int:
+    """Show, prove and time the learner's parts, or forget them."""
+    from nanoteach.course.progress import report, reset
+
+    return reset(args.yes) if args.reset else report()
 
 
 def run_doctor(args: argparse.Namespace) -> int:

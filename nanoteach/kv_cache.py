@@ -148,10 +148,12 @@ class StaticBatchGenerator:
         max_num_seqs: int,
         eos_token_ids: SequenceOf[int] = (),
         clock: Clock | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len or model.max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
         self.clock = clock or WallClock()
 
@@ -161,9 +163,8 @@ class StaticBatchGenerator:
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
     ) -> list[list[int]]:
         """The tokens generated after each prompt (prompts are token ids)."""
-        settled = prepare_batch(
-            prompts, params, self.model.config.vocab_size, self.model.max_model_len
-        )
+        vocab_size = self.model.config.vocab_size
+        settled = prepare_batch(prompts, params, vocab_size, self.max_model_len)
         batches = self.batches(prompts, settled)
         return list(chain(*(self.generate_batch(prompts[b], settled[b]) for b in batches)))
 
@@ -191,23 +192,26 @@ class StaticBatchGenerator:
     ) -> list[list[int]]:
         """One batch: the prompts in one packed step, then a token a row until all are done.
 
-        A row that is done stays: it computes its last token again in every step, for nothing.
+        A row that is done stays as it is: its last token is computed again in every step, for
+        nothing.
         """
         rows = [list(prompt) for prompt in prompts]
+        outputs: list[list[int]] = [[] for _ in prompts]
         running = set(range(len(rows)))
         try:
             query_lens = [len(row) for row in rows]
             while running:
                 tokens = self.step(rows, query_lens)
                 for i in sorted(running):
-                    rows[i].append(tokens[i])
-                    num_output = len(rows[i]) - len(prompts[i])
-                    if params[i].finish_reason(tokens[i], num_output, self.eos_token_ids):
+                    outputs[i].append(tokens[i])
+                    if params[i].finish_reason(tokens[i], len(outputs[i]), self.eos_token_ids):
                         running.remove(i)
+                    else:
+                        rows[i].append(tokens[i])
                 query_lens = [1] * len(rows)
         finally:
             self.cache.release()
-        return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+        return outputs
 
     @torch.inference_mode()
     def step(self, rows: list[list[int]], query_lens: list[int]) -> list[int]:

@@ -30,11 +30,16 @@ class NaiveGenerator:
     """One request after the other, each token from the whole text so far."""
 
     def __init__(
-        self, model: Decoder, eos_token_ids: SequenceOf[int] = (), clock: Clock | None = None
+        self,
+        model: Decoder,
+        eos_token_ids: SequenceOf[int] = (),
+        clock: Clock | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         self.model = model
         self.eos_token_ids = tuple(eos_token_ids)
         self.clock = clock or WallClock()
+        self.max_model_len = max_model_len or model.max_model_len
         self.attention = CausalAttention()
 
     def generate(
@@ -43,9 +48,8 @@ class NaiveGenerator:
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
     ) -> list[list[int]]:
         """The tokens generated after each prompt (prompts are token ids)."""
-        settled = prepare_batch(
-            prompts, params, self.model.config.vocab_size, self.model.max_model_len
-        )
+        vocab_size = self.model.config.vocab_size
+        settled = prepare_batch(prompts, params, vocab_size, self.max_model_len)
         return [self.generate_one(prompt, p) for prompt, p in zip(prompts, settled, strict=True)]
 
     def generate_one(self, prompt: SequenceOf[int], params: SamplingParams) -> list[int]:

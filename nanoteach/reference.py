@@ -60,7 +60,10 @@ def references(
     eos_token_ids: SequenceOf[int] = (),
     progress: bool = False,
 ) -> list[Reference]:
-    """Greedy continuations by transformers, one request at a time (a folder is opened in float32)."""
+    """Greedy continuations by transformers, one request at a time.
+
+    A folder is opened in float32.
+    """
     if isinstance(model, (str, Path)):
         model = open_model(model)
     settled = settle(model, prompts, params)

@@ -14,7 +14,7 @@ from nanoteach.chunked_prefill import ChunkedPrefillScheduler
 from nanoteach.config import EngineConfig
 from nanoteach.cost_model import Clock
 from nanoteach.engine_core import EngineCore
-from nanoteach.kv_cache import ContiguousKVCache, StaticBatchGenerator
+from nanoteach.kv_cache import BatchCache, ContiguousKVCache, StaticBatchGenerator
 from nanoteach.model import Decoder
 from nanoteach.model_runner import ModelRunner
 from nanoteach.naive import NaiveGenerator
@@ -75,7 +75,7 @@ class Stage:
 
 def build_naive(parts: Parts) -> NaiveGenerator:
     """Stage 1."""
-    return NaiveGenerator(parts.model, parts.eos_token_ids, parts.clock)
+    return NaiveGenerator(parts.model, parts.eos_token_ids, parts.clock, parts.max_model_len)
 
 
 def build_static(parts: Parts) -> StaticBatchGenerator:
@@ -84,15 +84,20 @@ def build_static(parts: Parts) -> StaticBatchGenerator:
     reserved = parts.num_blocks * config.block_size // parts.max_model_len
     rows = max(1, min(config.max_num_seqs, reserved))
     cache = ContiguousKVCache(model.config, rows, parts.max_model_len, model.dtype, model.device)
-    return StaticBatchGenerator(model, cache, rows, parts.eos_token_ids, parts.clock)
+    return static_batch(parts, cache, rows)
 
 
 def build_paged(parts: Parts) -> StaticBatchGenerator:
     """Stage 3: the same batch on pages, as many rows as really fit."""
     manager = BlockManager(parts.num_blocks, parts.config.block_size, parts.trace)
     cache = PagedBatchCache(manager, paged_attention(parts))
+    return static_batch(parts, cache, parts.config.max_num_seqs)
+
+
+def static_batch(parts: Parts, cache: BatchCache, rows: int) -> StaticBatchGenerator:
+    """Stages 2 and 3: the same batch on another cache."""
     return StaticBatchGenerator(
-        parts.model, cache, parts.config.max_num_seqs, parts.eos_token_ids, parts.clock
+        parts.model, cache, rows, parts.eos_token_ids, parts.clock, parts.max_model_len
     )
 
 

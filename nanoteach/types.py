@@ -79,7 +79,7 @@ def prepare_request(
     if room < (params.max_tokens or 1):
         raise ValueError(
             f"{len(prompt_token_ids)} prompt tokens and max_tokens = {params.max_tokens} do not "
-            f"fit into {max_model_len}, the model's length: shorten the prompt or lower max_tokens"
+            f"fit into max_model_len = {max_model_len}: shorten the prompt or lower max_tokens"
         )
     return params if params.max_tokens else dataclasses.replace(params, max_tokens=room)
 

@@ -7,10 +7,9 @@ the first read, in microseconds and without a model.
 """
 
 import json
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 

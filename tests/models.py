@@ -9,6 +9,7 @@ under a name that is a hash of all that it depends on.
 import hashlib
 import inspect
 import json
+import math
 import os
 import random
 import shutil
@@ -64,6 +65,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # QK-norm, a head_dim of its own, one matrix for embedding and head.
     "qwen3": {
         **SHAPE,
+        "initializer_range": 0.5,  # tied, it tends to repeat what it reads
         "head_dim": 16,
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
@@ -92,7 +94,7 @@ SEEDS = {"qwen2": 0, "qwen3": 3, "llama": 2}
 def save_random_model(
     folder: Path, family: str, config: dict[str, Any], seed: int = 0, shard_size: str = "1GB"
 ) -> None:
-    """Write a model folder whose norms and biases are random too (transformers starts at 1 and 0)."""
+    """Write a model folder whose norms and biases are random too, not the usual 1 and 0."""
     name = ARCHITECTURES[family]
     config_class = getattr(transformers, f"{name}Config")
     model_class = getattr(transformers, f"{name}ForCausalLM")
@@ -149,7 +151,7 @@ def ragged_requests(stream: list[int]) -> tuple[list[list[int]], list[SamplingPa
         return list(islice(tokens, num_tokens))
 
     def ragged(longest: int) -> int:
-        return round(longest ** rng.random())
+        return round(math.exp(rng.uniform(0, math.log(longest))))
 
     prompts = [take(n) for n in (LONGEST_PROMPT, LONGEST_PROMPT, 1, 1)]
     max_tokens = [LONGEST_OUTPUT, 1, LONGEST_OUTPUT, 1]
@@ -159,6 +161,8 @@ def ragged_requests(stream: list[int]) -> tuple[list[list[int]], list[SamplingPa
     # Twins, whose last block of 1, 3 or 16 tokens is full.
     twin = take(48)
     prompts += [twin, list(twin)]
+    # The same blocks after another history: at the start, and twice over.
+    prompts += [beginning[48:96] + take(10), twin + twin + take(5)]
     prompts += [take(ragged(LONGEST_PROMPT)) for _ in range(NUM_REQUESTS - len(prompts))]
     max_tokens += [ragged(LONGEST_OUTPUT) for _ in range(NUM_REQUESTS - len(max_tokens))]
     params = [

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 from models import (
     LONGEST_OUTPUT,
     LONGEST_PROMPT,
@@ -15,6 +16,7 @@ from models import (
     MODELS,
     NUM_REQUESTS,
     RANDOM_MODELS,
+    model_folder,
     smollm2_workload,
     workload,
 )
@@ -23,8 +25,16 @@ from settings import BUDGETS, Setting, build, covering, full_product, pairs, pro
 from nanoteach.config import EngineConfig
 from nanoteach.engine_core import EngineCore
 from nanoteach.hub import ModelError
-from nanoteach.reference import Mismatch, Reference, compare, references, static_batches
+from nanoteach.reference import (
+    Mismatch,
+    Reference,
+    compare,
+    open_model,
+    references,
+    static_batches,
+)
 from nanoteach.stages import STAGES, Parts, Stage
+from nanoteach.types import SamplingParams
 
 EVERYTHING = full_product()
 COVERING = covering(EVERYTHING)
@@ -43,9 +53,9 @@ def prove(setting: Setting, record: Record) -> None:
     assert problems(engine) == []
     if isinstance(engine, EngineCore):
         record("preemptions", engine.scheduler.num_preemptions)
-        # With fewer tokens a step, few requests are in the pool at the same time.
-        budget_is_large = setting.budget is None or setting.budget >= 64
-        if setting.pool == "middling" and setting.max_num_seqs == 64 and budget_is_large:
+        # With few tokens a step, or blocks of 256, few requests are in the pool at once.
+        crowded = setting.pool == "middling" and setting.max_num_seqs == 64
+        if crowded and (setting.budget or 0) >= 64 and setting.block_size != 256:
             assert engine.scheduler.num_preemptions > 0
         hits = engine.scheduler.num_prefix_hits
         # No two prompts have their first 256 tokens in common: there a hit needs a preemption.
@@ -142,7 +152,7 @@ def test_requests_are_as_ragged_as_we_say(name: str) -> None:
 
 @pytest.mark.parametrize("name", RANDOM_MODELS)
 def test_random_models_can_show_a_fault(name: str) -> None:
-    """Their texts keep changing, end early here and there, and go past an end token when told to."""
+    """Their texts keep changing, and they end early or go past an end token as told."""
     work = workload(name)
     long = [ref.tokens[:40] for ref in work.references if len(ref.tokens) >= 40]
     assert len(long) >= 10
@@ -151,6 +161,41 @@ def test_random_models_can_show_a_fault(name: str) -> None:
     assert sum(len(ref.tokens) < (p.max_tokens or 0) for ref, p in by_request) >= 5
     eos = set(work.eos_token_ids)
     assert any(p.ignore_eos and eos & set(ref.tokens[:-1]) for ref, p in by_request)
+
+
+# --- the references ----------------------------------------------------------------------------
+
+
+def test_references_are_what_argmax_gives_without_any_generate() -> None:
+    """Token 0 stands for padding where prompts are padded; in a prompt it is a token."""
+    model, prompt = open_model(model_folder("qwen3")), [0, 0, 5, 0]
+    [reference] = references(model, [prompt], SamplingParams(max_tokens=20))
+    tokens = list(prompt)
+    for token, gap in zip(reference.tokens, reference.gaps, strict=True):
+        with torch.inference_mode():
+            best, second = model(torch.tensor([tokens])).logits[0, -1].topk(2).values.tolist()
+            assert token == int(model(torch.tensor([tokens])).logits[0, -1].argmax())
+        assert gap == pytest.approx(best - second, abs=1e-4)
+        tokens.append(token)
+    assert len(tokens) == 24
+
+
+def test_the_models_own_generation_settings_are_set_aside() -> None:
+    work, model = workload("qwen3"), open_model(model_folder("qwen3"))
+    model.generation_config.repetition_penalty = 5.0
+    found = references(model, work.prompts[:6], work.params[:6], work.eos_token_ids)
+    assert [ref.tokens for ref in found] == [ref.tokens for ref in work.references[:6]]
+    assert model.generation_config.repetition_penalty == 5.0
+
+
+@pytest.mark.parametrize("width", [1, 5, 64])
+def test_padded_batches_of_transformers_give_the_same(width: int) -> None:
+    work, n = workload("qwen3"), 12
+    outputs = static_batches(
+        model_folder("qwen3"), work.prompts[:n], work.params[:n], width, work.eos_token_ids
+    )
+    comparison = compare(work.references[:n], outputs)
+    assert comparison.exact, str(comparison)
 
 
 # --- the comparison ----------------------------------------------------------------------------

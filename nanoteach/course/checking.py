@@ -126,8 +126,10 @@ def equal(expected: Any, got: Any) -> bool:
             return torch.allclose(expected.double(), got.double(), rtol=1e-5, atol=1e-5)
         return torch.equal(expected, got.to(expected.dtype))
     if isinstance(got, Tensor):
-        return got.numel() == 1 and not isinstance(expected, (list, tuple)) and equal(
-            expected, got.item()
+        return (
+            got.numel() == 1
+            and not isinstance(expected, (list, tuple))
+            and equal(expected, got.item())
         )
     if isinstance(expected, (list, tuple)):
         return (

@@ -69,15 +69,12 @@ def submit(path: str, source: str, filename: str = "", first_line: int = 1) -> O
 
 
 def _absent(target: Target) -> Outcome:
-    if target.path in parts.live():
-        which = "your saved version"
-    else:
-        which = "the package's version"
+    which = "your saved version" if target.path in parts.live() else "the package's version"
     return Outcome("absent", f"{target.short}: not written here yet, {which} is used.")
 
 
 def is_stub(function: ast.FunctionDef) -> bool:
-    """Whether a body, but for its docstring, is only `...`, `pass` or `raise NotImplementedError`."""
+    """Whether a body but for its docstring is only `...`, `pass` or NotImplementedError."""
 
     def idle(node: ast.stmt) -> bool:
         if isinstance(node, ast.Raise):
@@ -99,7 +96,7 @@ def judge(target: Target, function: Function, filename: str) -> Outcome:
             parts.installed({target.path: function}),
             watch_returns(code_of(function), last_return),
             seeded(),
-            time_limit(check.seconds),
+            time_limit(check.seconds, filename),
         ):
             check.run(function)
     except NotImplementedError:
@@ -145,9 +142,7 @@ def _about_names(error: BaseException, target: Target) -> list[tuple[str, str]]:
     ]
 
 
-def _wrong(
-    target: Target, what: str, rows: list[tuple[str, Any]], lines: list[str]
-) -> Outcome:
+def _wrong(target: Target, what: str, rows: list[tuple[str, Any]], lines: list[str]) -> Outcome:
     message = [f"{target.short}: {what}."]
     for name, text in rows:
         message += textwrap.wrap(
@@ -194,7 +189,7 @@ def watch_returns(code: CodeType | None, lines: list[int]) -> Iterator[None]:
 
 @contextmanager
 def seeded() -> Iterator[None]:
-    """Torch's random numbers are the same in every check, and outside go on as if none were drawn."""
+    """The same random numbers in every check; outside they go on as if none were drawn."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield

@@ -1,0 +1,90 @@
+"""What a notebook shows besides its own output: folded source, and questions with answers.
+
+Each is a text, an HTML that folds, and where ipywidgets is there a widget: whoever reads the page
+takes what it can show. Code hosts show the HTML, a terminal the text.
+"""
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+from nanoteach.course import parts
+
+
+class _Shown:
+    """Something with several faces, for IPython's `display`."""
+
+    def __init__(self, **faces: Any) -> None:
+        self.faces = {name.replace("_", "/", 1): face for name, face in faces.items()}
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        return self.faces
+
+    def __repr__(self) -> str:
+        return str(self.faces["text/plain"])
+
+
+def _display(shown: _Shown) -> None:
+    try:
+        from IPython import get_ipython
+        from IPython.display import display
+    except ImportError:
+        print(shown)
+        return
+    if get_ipython() is None:
+        print(shown)
+    else:
+        display(shown)
+
+
+def show(target: str) -> None:
+    """The package's version of an exercise, from its source, folded."""
+    source = parts.source_of(parts.package_version(target)).rstrip()
+    summary = (
+        f"The package's version: <code>{html.escape(target.removeprefix('nanoteach.'))}</code>"
+    )
+    page = (
+        f"<details><summary>{summary}</summary>"
+        f"<pre><code>{html.escape(source)}</code></pre></details>"
+    )
+    _display(_Shown(text_plain=source, text_html=page))
+
+
+def quiz(question: str, options: Sequence[str], answer: int, because: str) -> None:
+    """A multiple-choice question; `answer` is the index of the right option."""
+    numbered = [f"{chr(97 + i)}) {option}" for i, option in enumerate(options)]
+    right = f"{numbered[answer]}. {because}"
+    text = "\n".join([question, *("  " + line for line in numbered), f"Answer: {right}"])
+    lines = "".join(f"<br>{html.escape(line)}" for line in numbered)
+    page = (
+        f"<p>{html.escape(question)}{lines}</p>"
+        f"<details><summary>Answer</summary>{html.escape(right)}</details>"
+    )
+    faces: dict[str, Any] = {"text_plain": text, "text_html": page}
+    shown = _Shown(**faces)
+    shown.faces |= _radio(question, numbered, answer, because)
+    _display(shown)
+
+
+def _radio(question: str, options: list[str], answer: int, because: str) -> dict[str, Any]:
+    """The widget's face, or nothing where ipywidgets is missing or no notebook is there."""
+    try:
+        import ipywidgets as widgets
+        from IPython import get_ipython
+    except ImportError:
+        return {}
+    if get_ipython() is None:
+        return {}
+    choice = widgets.RadioButtons(options=options, value=None, layout={"width": "max-content"})
+    verdict = widgets.HTML()
+
+    def judge(change: Any) -> None:
+        right = change["new"] == options[answer]
+        verdict.value = f"<b>{'Right' if right else 'No'}.</b> " + (
+            html.escape(because) if right else "Think again."
+        )
+
+    choice.observe(judge, names="value")
+    box = widgets.VBox([widgets.HTML(html.escape(question)), choice, verdict])
+    name = "application/vnd.jupyter.widget-view+json"
+    return {name: {"version_major": 2, "version_minor": 0, "model_id": box.model_id}}
