@@ -74,7 +74,7 @@ def references(
     for prompt, p in bar:
         stops = set(p.stop_token_ids) | set(() if p.ignore_eos else eos_token_ids)
         assert p.max_tokens is not None
-        out = hf_generate(model, [prompt], p.max_tokens, stops)
+        out = hf_generate(model, [prompt], p.max_tokens, stops, logits=True)
         top = torch.cat(out.logits).float().topk(2).values
         gaps: list[float] = (top[:, 0] - top[:, 1]).tolist()
         result.append(Reference(out.sequences[0, len(prompt) :].tolist(), gaps))
@@ -129,8 +129,12 @@ def hf_generate(
     prompts: SequenceOf[SequenceOf[int]],
     max_tokens: int,
     stops: SequenceOf[int] | set[int] = (),
+    logits: bool = False,
 ) -> Any:
-    """transformers' `generate` on a left-padded batch: greedy, ended by `stops` alone."""
+    """transformers' `generate` on a left-padded batch: greedy, ended by `stops` alone.
+
+    Scores are kept only if asked for, since keeping them takes time.
+    """
     from transformers import GenerationConfig
 
     width = max(map(len, prompts))
@@ -146,7 +150,7 @@ def hf_generate(
             max_new_tokens=max_tokens,
             eos_token_id=sorted(stops) or None,
             pad_token_id=0,
-            output_logits=True,
+            output_logits=logits,
             return_dict_in_generate=True,
         ),
     )

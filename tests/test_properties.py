@@ -64,7 +64,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     manager_class: type[BlockManager] = BlockManager
     shares = False
 
-    @initialize(num_blocks=st.integers(1, 9), block_size=st.integers(1, 3))
+    @initialize(num_blocks=st.integers(1, 6), block_size=st.integers(1, 3))
     def build(self, num_blocks: int, block_size: int) -> None:
         self.manager = self.manager_class(num_blocks, block_size)
         self.block_size = block_size
@@ -128,9 +128,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if not MENDED:
             self.manager.begin_step()
         names, todo = dict(self.names), []
-        for seq in data.draw(st.lists(st.sampled_from(self.owners), unique_by=id), "who"):
+        for seq in data.draw(
+            st.lists(st.sampled_from(self.owners), min_size=1, unique_by=id), "who"
+        ):
             start = seq.num_computed_tokens
-            stop = start + data.draw(st.integers(0, len(seq.token_ids) - start), "tokens")
+            missing = len(seq.token_ids) - start
+            stop = start + data.draw(st.just(missing) | st.integers(0, missing), "tokens")
             if self.grow(seq, stop):
                 todo.append((seq, start, stop))
                 if published_first:
@@ -263,9 +266,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         block_size=st.integers(1, 4),
-        spare_blocks=st.integers(0, 8),
+        spare_blocks=st.integers(0, 5),
         max_num_seqs=st.integers(1, 5),
-        budget=st.integers(1, 16),
+        budget=st.integers(1, 9),
     )
     def build(self, block_size: int, spare_blocks: int, max_num_seqs: int, budget: int) -> None:
         chunks = self.scheduler_class is ChunkedPrefillScheduler
