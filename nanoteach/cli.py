@@ -131,7 +131,11 @@ def run_ladder(args: argparse.Namespace) -> int:
     rows = ladder.run(args.stages)
     print(ladder.table(rows))
     if args.save:
-        command = "nanoteach " + " ".join(sys.argv[1:])
+        stages = " --stages " + " ".join(map(str, args.stages)) if len(args.stages) < 6 else ""
+        command = (
+            f"nanoteach ladder --model {model} --requests {args.requests} "
+            f"--repeats {args.repeats}{stages}"
+        )
         save_result(args.save, command, ladder.device, ladder.result(rows))
     if not all(row.comparison.exact for row in rows if row.comparison):
         print("\nA stage differs from transformers: please report this.", file=sys.stderr)

@@ -7,6 +7,7 @@ given: a block manager, a scheduler.
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from nanoteach.block_manager import BlockManager
@@ -46,7 +47,7 @@ class Parts:
     clock: Clock | None = None
     trace: Trace | None = None
 
-    @property
+    @cached_property  # asked once: on a GPU the free memory changes while we build
     def num_blocks(self) -> int:
         """Blocks in the pool."""
         model = self.model
