@@ -8,7 +8,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 # One thread a worker: beside each other, they would otherwise fight for the same cores.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --benchmark-disable
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --benchmark-disable
 
 .DEFAULT_GOAL := help
 .PHONY: help demo lab test test-product notebooks figures lint clean

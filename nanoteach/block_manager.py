@@ -102,6 +102,13 @@ class BlockManager:
     def take_back(self) -> None:
         """Withdraw what was published since `begin_step`: its K/V were never written."""
 
+    def reset(self) -> None:
+        """Everybody loses all blocks, whatever state a fault has left the books in."""
+        self.ref_counts = [0] * self.num_blocks
+        for block in range(self.num_blocks):
+            if block not in self.free_blocks:
+                self.put_free_block(block)
+
     def check(self, owners: Iterable[BlockOwner]) -> list[str]:
         """What is wrong, given everybody who holds blocks; empty when all is well."""
         problems = []

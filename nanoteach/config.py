@@ -115,7 +115,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=raw.get("num_key_value_heads") or num_heads,
             head_dim=head_dim,
-            max_position=raw.get("max_position_embeddings", 2048),
+            max_position=raw.get("max_position_embeddings", 2048 if family == "llama" else 32768),
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
             rope_scaling=_llama3_scaling(rope),
@@ -161,7 +161,8 @@ def _check_supported(architecture: str, raw: Mapping[str, Any], rope: Mapping[st
     }
     for field, (supported, ok) in problems.items():
         if not ok:
-            value = rope.get("rope_type", rope.get("type")) if "rope" in field else raw.get(field)
+            name = field.removeprefix("rope_parameters.")
+            value = _rope_type(rope) if name == "rope_type" else rope.get(name, raw.get(name))
             raise ValueError(
                 f"{architecture} with {field} = {value!r} is not supported; "
                 f"supported is {field}: {supported}, in {SUPPORTED}"

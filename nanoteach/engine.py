@@ -99,7 +99,7 @@ class Request:
             prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
             outputs=[CompletionOutput(self.text, seq.output_token_ids, reason)],
             finished=reason is not None,
-            num_cached_tokens=seq.num_cached_tokens,
+            num_cached_tokens=seq.num_cached_tokens or 0,
             time_to_first_token=times[0] - seq.arrival_time if times else None,
             inter_token_times=[b - a for a, b in itertools.pairwise(times)],
         )

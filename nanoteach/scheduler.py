@@ -70,10 +70,9 @@ class Scheduler:
             if num_new == 0 or not self.block_manager.allocate(seq, len(seq.token_ids)):
                 self.release(seq)
                 break
-            self.waiting.popleft()
-            self.running.append(seq)
+            self.running.append(self.waiting.popleft())
             seq.status = Status.RUNNING
-            if not seq.num_output_tokens:
+            if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = seq.num_computed_tokens
             self.num_prefix_queries += len(seq.token_ids)
             self.num_prefix_hits += seq.num_computed_tokens
@@ -154,8 +153,8 @@ class Scheduler:
 
     def retire(self, seq: Sequence, reason: str) -> None:
         """A request is over, done or aborted: its slot and blocks are free at once."""
-        (self.running if seq.status is Status.RUNNING else self.waiting).remove(seq)
         self.release(seq)
+        (self.running if seq.status is Status.RUNNING else self.waiting).remove(seq)
         seq.status = Status.FINISHED
         seq.finish_reason = reason
         if self.trace:
@@ -164,10 +163,13 @@ class Scheduler:
     def take_back(self) -> None:
         """A step has failed: everybody who was running goes back to the queue, in order."""
         self.block_manager.take_back()
-        while self.running:
-            self.preempt(self.running[-1])
-        for seq in self.waiting:  # one of them may have matched a prefix when the fault struck
-            self.release(seq)
+        self.block_manager.reset()
+        self.waiting.extendleft(reversed(self.running))
+        self.running.clear()
+        for seq in self.waiting:
+            seq.status = Status.WAITING
+            seq.block_table = []
+            seq.num_computed_tokens = 0
 
     def check(self) -> list[str]:
         """What is wrong with the queues; empty when all is well."""

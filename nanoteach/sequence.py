@@ -35,8 +35,8 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: str | None = None
     num_computed_tokens: int = 0
-    num_cached_tokens: int = 0
-    """Prompt tokens that a prefix hit spared, when the request was first admitted."""
+    num_cached_tokens: int | None = None
+    """Tokens that a prefix hit spared, when the request was first admitted."""
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     """Stage 5's memory of the hashes of the full blocks of `token_ids`, as far as asked for."""

@@ -145,7 +145,10 @@ def block_manager_class(config: EngineConfig) -> type[BlockManager]:
 
 STAGES = [
     Stage(
-        1, "naive_generation", ("types", "hub", "loader", "model", "sampler", "naive"), build_naive
+        1,
+        "naive_generation",
+        ("types", "smollm2", "hub", "loader", "model", "sampler", "naive"),
+        build_naive,
     ),
     Stage(2, "kv_cache", ("kv_cache",), build_static),
     Stage(3, "paged_blocks", ("block_manager", "paged_attention"), build_paged),

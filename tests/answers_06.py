@@ -73,11 +73,16 @@ def decodes_for_free(missing, budget):
 
 @wrong(SPLIT, "went below zero")
 def below_zero(missing, budget):
-    budget -= missing.count(1)
+    left_for_prompts = budget - missing.count(1)
+    left_for_decodes = budget
     grants = []
     for num_missing in missing:
-        grants.append(1 if num_missing == 1 else min(num_missing, budget))
-        budget -= grants[-1] if num_missing > 1 else 0
+        if num_missing == 1:
+            grants.append(min(1, left_for_decodes))
+            left_for_decodes -= grants[-1]
+        else:
+            grants.append(min(num_missing, left_for_prompts))
+            left_for_prompts -= grants[-1]
     return grants
 
 
@@ -98,7 +103,7 @@ def even_shares(missing, budget):
     for i, num_missing in enumerate(missing):
         if num_missing == 1 and budget:
             grants[i], budget = 1, budget - 1
-    while budget and any(m > 1 and g < m for m, g in zip(missing, grants)):
+    while budget and any(m > 1 and g < m for m, g in zip(missing, grants, strict=True)):
         for i, num_missing in enumerate(missing):
             if num_missing > 1 and grants[i] < num_missing and budget:
                 grants[i], budget = grants[i] + 1, budget - 1
@@ -184,15 +189,6 @@ def one_token_each(self):
     if len(self.running) < before:
         return scheduled
     return scheduled + self.admit(budget - sum(grants))
-
-
-@wrong(SCHEDULE, "after a preemption admit nobody")
-def admits_after_preemption(self):
-    self.block_manager.begin_step()
-    budget = self.max_num_batched_tokens
-    grants = split_budget([seq.num_missing_tokens for seq in self.running], budget)
-    scheduled = self.continue_running(grants)
-    return scheduled + self.admit(budget - sum(part.num_new for part in scheduled))
 
 
 @wrong(SCHEDULE, "let the running ones continue first")

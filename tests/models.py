@@ -88,7 +88,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
 # Seeds whose texts are lively, with no near-ties.
-SEEDS = {"qwen2": 0, "qwen3": 3, "llama": 2}
+SEEDS = {"qwen2": 0, "qwen3": 3, "llama": 1}
 
 
 def save_random_model(

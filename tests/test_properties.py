@@ -92,11 +92,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
         return block
 
     def let_go(self, seq: Sequence) -> None:
-        """Free an owner's blocks. Where blocks have names, one without is the next to be used."""
+        """Free an owner's blocks, the last one first."""
         for block in reversed(self.tables.pop(seq)):
             if not any(block in table for table in self.tables.values()):
-                kept = not self.shares or block in self.names.values()
-                self.free.insert(len(self.free) if kept else 0, block)
+                self.put_free(block)
+
+    def put_free(self, block: int) -> None:
+        """Where blocks have names, one without is the next to be used."""
+        kept = not self.shares or block in self.names.values()
+        self.free.insert(len(self.free) if kept else 0, block)
 
     # --- what can happen -----------------------------------------------------------------------
 
@@ -125,8 +129,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.owners)
     def step(self, data: st.DataObject, published_first: bool, fails: bool) -> None:
         """Some owners grow and compute. After one that fails, what it published is not found."""
-        if not MENDED:
-            self.manager.begin_step()
+        self.manager.begin_step()
         names, todo = dict(self.names), []
         for seq in data.draw(
             st.lists(st.sampled_from(self.owners), min_size=1, unique_by=id), "who"
@@ -138,15 +141,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 todo.append((seq, start, stop))
                 if published_first:
                     self.publish(seq, start, stop)
-        if fails and MENDED:
-            self.manager.reset()  # type: ignore[attr-defined]
-            for seq in self.owners:
-                seq.block_table = []
-            self.start()
-            return
         if fails:
-            self.manager.take_back()
             self.names = {n: b for n, b in self.names.items() if names.get(n) == b}
+            self.manager.take_back()
+            while self.owners and not data.draw(st.booleans(), "torn"):
+                self.leave(self.owners[-1])
+            if MENDED:
+                self.reset()
             while self.owners:
                 self.leave(self.owners[-1])
             return
@@ -183,6 +184,16 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         """An owner leaves."""
         self.leave(data.draw(st.sampled_from(self.owners), "who"))
+
+    def reset(self) -> None:
+        """Whoever holds something loses it. Blocks that were written can still be found."""
+        self.manager.reset()  # type: ignore[attr-defined]
+        for seq in self.owners:
+            seq.block_table = []
+        self.owners, self.tables = [], {}
+        for block in range(self.manager.num_blocks):
+            if block not in self.free:
+                self.put_free(block)
 
     def leave(self, seq: Sequence) -> None:
         self.owners.remove(seq)
@@ -463,6 +474,19 @@ MACHINES = [SchedulerMachine, SchedulerWithPrefixes, ChunkedMachine, ChunkedWith
 @pytest.mark.parametrize("machine", MACHINES)
 def test_scheduler(machine: type[SchedulerMachine]) -> None:
     run_state_machine_as_test(machine, settings=MACHINE)
+
+
+def test_a_chunk_publishes_the_blocks_that_it_fills_and_no_more() -> None:
+    core, _ = fake_core(
+        ChunkedPrefillScheduler, PrefixCachingBlockManager, num_blocks=4, block_size=4,
+        max_num_seqs=1, budget=7, max_model_len=MAX_MODEL_LEN,
+    )  # fmt: skip
+    core.add_request("r0", [1] * 8, SamplingParams(1))
+    manager = core.scheduler.block_manager
+    assert isinstance(manager, PrefixCachingBlockManager)
+    for num_computed, num_cached in ((7, 1), (8, 2)):
+        core.step()
+        assert (core.num_computed_tokens, manager.num_cached) == (num_computed, num_cached)
 
 
 @given(st.lists(st.integers(1, 9), max_size=8), st.integers(1, 40))

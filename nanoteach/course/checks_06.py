@@ -11,7 +11,9 @@ from nanoteach.sequence import Sequence
 from nanoteach.types import SamplingParams
 
 
-@check("nanoteach.chunked_prefill.ChunkedPrefillScheduler.chunk", "A chunk of a prompt", stages=(6,))
+@check(
+    "nanoteach.chunked_prefill.ChunkedPrefillScheduler.chunk", "A chunk of a prompt", stages=(6,)
+)
 def check_chunk(chunk: Callable[..., int]) -> None:
     """Counted: one token after the other, while the prompt misses one and the budget has one."""
     scheduler = ChunkedPrefillScheduler(BlockManager(8, 4), 4, max_num_batched_tokens=10)
@@ -121,8 +123,10 @@ def step(scheduler: ChunkedPrefillScheduler) -> dict[str, int]:
     """Schedule and commit one step: who computes how many tokens."""
     scheduled = scheduler.schedule()
     if not isinstance(scheduled, list) or not all(isinstance(p, Scheduled) for p in scheduled):
-        raise Wrong("the result", "a list of Scheduled", repr(scheduled)[:120],
-                    "`continue_running` and `admit` return such lists: put them together.")  # fmt: skip
+        raise Wrong(
+            "the result", "a list of Scheduled", repr(scheduled)[:120],
+            "`continue_running` and `admit` return such lists: put them together.",
+        )  # fmt: skip
     parts = {part.seq.request_id: part.num_new for part in scheduled}
     tokens: list[int | None] = [7 if part.gives_token else None for part in scheduled]
     if len(parts) < len(scheduled):
@@ -192,8 +196,8 @@ def check_schedule(schedule: Callable[..., list[Scheduled]]) -> None:
     got = step(scheduler)
     expect_equal(
         name, {"A": 1}, got,
-        "Blocks have just run out. Whoever is admitted now takes what A needs in the next steps, "
-        "and will be preempted again: after a preemption admit nobody.",
+        "B has given its blocks back and waits. It gets nothing in this step, and nobody after it "
+        "in the queue may overtake it.",
     )  # fmt: skip
     waiting = [seq.request_id for seq in scheduler.waiting]
     expect_equal("the queue after it", ["B", "C"], waiting)

@@ -173,7 +173,7 @@ class Trial:
             block_size=8,
             max_num_seqs=6,
             max_model_len=160,
-            num_gpu_blocks_override=44,
+            num_gpu_blocks_override=20,
             max_num_batched_tokens=24 if stage >= 6 else 160,
         )
 

@@ -243,12 +243,12 @@ class PrefixExplorer:
         # It waits where too few blocks are free, until somebody who runs is done.
         while not self.run.sequences[name].num_output_tokens:
             self.run.step()
-        seq = self.run.sequences[name]
+        num_cached = self.run.sequences[name].num_cached_tokens or 0
         now = self.manager.name_of
         gone = [f"block {block}" for block in sorted(before) if now.get(block) != before[block]]
         self.done = (
-            f"{name}: {seq.num_cached_tokens} of {len(words)} tokens were in the cache, "
-            f"{len(words) - seq.num_cached_tokens} computed."
+            f"{name}: {num_cached} of {len(words)} tokens were in the cache, "
+            f"{len(words) - num_cached} computed."
         )
         if waited:
             self.done += " It had to wait for blocks until others were done."

@@ -1,0 +1,71 @@
+"""The bug clinic of notebook 02: the planted fault shows, and the folded answer mends it."""
+
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import pytest
+import torch
+
+from nanoteach.hub import TINY
+from nanoteach.kv_cache import (
+    ContiguousKVCache,
+    ContiguousMetadata,
+    StaticBatchGenerator,
+    decode_mask,
+)
+from nanoteach.loader import load_model, load_tokenizer
+from nanoteach.types import SamplingParams
+
+NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "02_kv_cache.py"
+
+
+@pytest.fixture(scope="module")
+def clinic() -> dict[str, Any]:
+    """What the notebook's clinic defines, and the two requests."""
+    model = load_model(TINY, "cpu", torch.float32, max_model_len=256)
+    tokenizer = load_tokenizer(TINY)
+    sums = ("What is 12 plus 30?", "12 plus 30 is 42.", "What is 5 plus 9?", "5 plus 9 is 14.")
+    chats = [(*sums, "What is 27 plus 48?"), ("Tell me a story about a robot and a silver bell.",)]
+    prompts = []
+    for turns in chats:
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompts.append(list(tokenizer.encode(text, add_special_tokens=False)))
+    names: dict[str, Any] = {
+        "torch": torch,
+        "model": model,
+        "StaticBatchGenerator": StaticBatchGenerator,
+        "ContiguousKVCache": ContiguousKVCache,
+        "ContiguousMetadata": ContiguousMetadata,
+        "decode_mask": decode_mask,
+    }
+    cells = jupytext.read(NOTEBOOK).cells
+    (code,) = [c.source for c in cells if c.cell_type == "code" and "class SimpleBatch" in c.source]
+    exec(code, names)
+    (answer,) = [c.source for c in cells if c.cell_type == "markdown" and "Your turn" in c.source]
+    (mend,) = re.findall(r"```python\n(.*?)```", answer, re.S)
+    exec(textwrap.dedent(mend), names)
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (12, 56)]
+    return names | {"prompts": prompts, "params": params}
+
+
+def run(clinic: dict[str, Any], batch_class: type[StaticBatchGenerator]) -> list[list[int]]:
+    """Both requests in rows of 87 slots."""
+    cache = clinic["PatientCache"](rows=2, row_len=87)
+    generator = batch_class(clinic["model"], cache, max_num_seqs=2)
+    return generator.generate(clinic["prompts"], clinic["params"])
+
+
+def test_the_fault_shows_and_its_answer_mends_it(clinic: dict[str, Any]) -> None:
+    right = run(clinic, StaticBatchGenerator)
+    sick = run(clinic, clinic["SimpleBatch"])
+    assert sick[0] == right[0] and sick[1] != right[1]
+
+    class Mended(StaticBatchGenerator):
+        generate_batch = clinic["generate_batch"]
+
+    assert run(clinic, Mended) == right
