@@ -53,8 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     ladder = commands.add_parser("ladder", help="prove and time every stage on one workload")
     ladder.add_argument("--model", help=MODEL_HELP)
-    ladder.add_argument("--requests", type=int, default=32, metavar="N")
-    ladder.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each stage")
+    ladder.add_argument("--requests", type=int, default=24, metavar="N")
+    ladder.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each row")
     ladder.add_argument(
         "--stages", type=int, nargs="+", choices=range(1, 7), default=range(1, 7), metavar="N"
     )

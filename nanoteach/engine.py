@@ -1,9 +1,10 @@
 """`Engine`: the best of every stage, with text in and text out, under vLLM's names."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from numbers import Integral
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,6 @@ class Request:
     detokenizer: Detokenizer
     owner: str
     """"step" if its outputs go to `step`; else whoever waits for it: "generate" or "stream"."""
-    num_seen: int = 0
-    """Output tokens that the detokenizer has."""
     stopped_at: int | None = None
     """Where a stop string begins in the text."""
 
@@ -72,8 +71,8 @@ class Request:
         # The token that stopped it is not part of the text.
         last = len(output) - 1 if reason == "stop" and self.stopped_at is None else len(output)
         before = len(self.detokenizer.text)
-        self.detokenizer.extend(output[self.num_seen : last], final=reason is not None)
-        self.num_seen = len(output)
+        seen = len(self.detokenizer.token_ids)
+        self.detokenizer.extend(output[seen:last], final=reason is not None)
         if self.stopped_at is None:
             text, stops = self.detokenizer.text, self.seq.params.stop
             starts = (text.find(stop, max(0, before - len(stop) + 1)) for stop in stops)
@@ -87,7 +86,8 @@ class Request:
             return text[: self.stopped_at]
         if self.seq.finish_reason:
             return text
-        return text[: len(text) - max((len(stop) - 1 for stop in stops), default=0)]
+        held_back = max((len(stop) - 1 for stop in stops), default=0)
+        return text[: max(0, len(text) - held_back)]
 
     def output(self) -> RequestOutput:
         """What it has come to so far."""
@@ -176,8 +176,8 @@ class Engine:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them, by the model's chat template."""
-        if not messages:
-            raise ValueError("there are no messages: give at least one")
+        if not messages or not isinstance(messages, SequenceOf) or isinstance(messages, str):
+            raise ValueError(f"chat takes a list of messages, at least one, not {messages!r}")
         one = isinstance(messages[0], Mapping)
         conversations: Any = [messages] if one else messages
         prompts = [self.apply_chat_template(c) for c in conversations]
@@ -187,6 +187,12 @@ class Engine:
         """Token ids of a conversation, up to where the assistant speaks."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError("this model has no chat template: use generate")
+        for message in messages:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+                raise ValueError(
+                    "a message is a dict such as {'role': 'user', 'content': 'Hi'}, "
+                    f"not {message!r}"
+                )
         text = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
         )
@@ -199,18 +205,23 @@ class Engine:
 
         The request is queued at once. Closing the iterator early aborts it.
         """
-        requests = self._add_all([prompt], [sampling_params or SamplingParams()], owner="stream")
-        return self._stream(requests[0])
+        requests = self._add_all([prompt], one_for_each(sampling_params, 1), owner="stream")
+        outputs = self._stream(requests[0])
+        next(outputs)  # closing a generator that never started would not run its `finally`
+        return outputs
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
-        seen = 0
+        output = request.output()
         try:
-            while not request.seq.finish_reason:
+            yield output  # to `stream`
+            while not output.finished:
+                # Others who step the engine may have brought it on, or to its end, in between.
+                seen = len(output.outputs[0].token_ids)
                 while request.seq.num_output_tokens == seen and not request.seq.finish_reason:
                     self._advance()
-                seen = request.seq.num_output_tokens
                 request.update()
-                yield request.output()
+                output = request.output()
+                yield output
         finally:
             self._drop([request])
 
@@ -220,18 +231,22 @@ class Engine:
         self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> None:
         """Queue a request whose outputs `step` returns. Raises ValueError if it can't be served."""
-        params = sampling_params or SamplingParams()
+        if not isinstance(request_id, str):
+            raise ValueError(f"a request id is a string, not {request_id!r}")
+        (params,) = one_for_each(sampling_params, 1)
         self._add(request_id, *self._tokenize(prompt), params, owner="step")
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the added requests that got a token since the last call."""
         if not any(request.seq.finish_reason for request in self.changed.values()):
             self._advance()
-        changed, self.changed = self.changed, {}
-        for request in changed.values():
+        changed = list(self.changed.values())
+        for request in changed:
             request.update()
-        self._drop([request for request in changed.values() if request.seq.finish_reason])
-        return [request.output() for request in changed.values()]
+        outputs = [request.output() for request in changed]
+        self.changed.clear()  # not before all is told: what a fault keeps back comes next time
+        self._drop([request for request in changed if request.seq.finish_reason])
+        return outputs
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has more to give."""
@@ -272,10 +287,14 @@ class Engine:
         """A prompt's text, if it came as text, and its token ids."""
         if isinstance(prompt, Mapping):
             keys = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
-            if not keys:
-                raise ValueError("a prompt in a dict has the key 'prompt' or 'prompt_token_ids'")
+            if not keys or prompt.keys() - {"prompt_token_ids", "prompt"}:
+                raise ValueError(
+                    "a prompt in a dict has the key 'prompt' or 'prompt_token_ids' and no others, "
+                    f"not {list(prompt)} (cache_salt goes into SamplingParams)"
+                )
             prompt = prompt[keys[0]]
         if isinstance(prompt, str):
+            prompt.encode()  # a ValueError if it is no text, such as half a surrogate pair
             return prompt, list(self.tokenizer.encode(prompt))
         return None, as_token_ids(prompt)
 
@@ -287,9 +306,14 @@ class Engine:
         for (_, token_ids), p in zip(tokenized, params, strict=True):
             self.core.prepare(token_ids, p)
         return [
-            self._add(f"{owner}-{next(self.ids)}", text, token_ids, p, owner)
+            self._add(self._new_id(owner), text, token_ids, p, owner)
             for (text, token_ids), p in zip(tokenized, params, strict=True)
         ]
+
+    def _new_id(self, owner: str) -> str:
+        """An id that no request has, whatever the user's own are."""
+        names = (f"{owner}-{i}" for i in self.ids)
+        return next(name for name in names if name not in self.requests)
 
     def _add(
         self, request_id: str, text: str | None, ids: list[int], p: SamplingParams, owner: str
@@ -303,14 +327,13 @@ class Engine:
 
     def _advance(self) -> None:
         """Run one step for everybody, and stop those whose text has a stop string now."""
-        for seq in self.core.step():
-            request = self.requests[seq.request_id]
-            if request.owner == "step":
-                self.changed[seq.request_id] = request
-            if seq.params.stop:
+        moved = {seq.request_id: self.requests[seq.request_id] for seq in self.core.step()}
+        self.changed.update((i, request) for i, request in moved.items() if request.owner == "step")
+        for request_id, request in moved.items():
+            if request.seq.params.stop:
                 request.update()
                 if request.stopped_at is not None:
-                    self.core.abort_request(seq.request_id, reason="stop")
+                    self.core.abort_request(request_id, reason="stop")
 
     def _drop(self, requests: list[Request]) -> None:
         """Forget requests, and end those that still run."""
@@ -320,20 +343,26 @@ class Engine:
             self.changed.pop(request.seq.request_id, None)
 
 
-def as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
+def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """A list of prompts, from one or several. A list of whole numbers is one prompt."""
     if hasattr(prompts, "tolist"):  # an array or a tensor
         prompts = prompts.tolist()
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, bytes, Mapping)):
         return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"a prompt is a text or a list of token ids, not {prompts!r}")
+    batch = list(prompts)
+    if batch and all(isinstance(item, Integral) for item in batch):
+        return [batch]  # type: ignore[list-item]
+    return batch  # type: ignore[return-value]
 
 
 def as_token_ids(prompt: Any) -> list[int]:
     """Token ids as plain ints, from whole numbers of any kind."""
     try:
-        return [index(token) for token in prompt]
+        if isinstance(prompt, (bytes, str, Mapping)):
+            raise TypeError
+        # True and False stay what they are, to be refused: they are a mask in the wrong place.
+        return [token if isinstance(token, bool) else index(token) for token in prompt]
     except TypeError:
         raise ValueError(f"a prompt is a text or a list of token ids, not {prompt!r}") from None

@@ -86,30 +86,39 @@ class EngineCore:
     def step(self) -> list[Sequence]:
         """One step. Returns the requests that got a token, finished ones among them.
 
-        A fault inside it is raised again after everything is as if the step had not been: what it
-        published is withdrawn, and the running requests are back in the queue.
+        All or nothing: after a fault or Ctrl-C inside it, which is raised again, all requests have
+        the tokens that they had before, hold no blocks and wait.
         """
         if not self.sequences:
             return []
+        before = dict(self.sequences)
+        num_tokens = [len(seq.token_ids) for seq in before.values()]
+        try:
+            return self.run_step()
+        except BaseException:
+            self.sequences = before
+            for seq, n in zip(before.values(), num_tokens, strict=True):
+                del seq.token_ids[n:], seq.token_times[n - seq.num_prompt_tokens :]
+            self.scheduler.take_back(before.values())
+            raise
+
+    def run_step(self) -> list[Sequence]:
+        """Schedule, execute, commit."""
         if self.trace:
             self.trace.step += 1
             self.trace.time = self.clock.now()
-        try:
-            scheduled = self.scheduler.schedule()
-            if not scheduled:
-                raise RuntimeError("the scheduler found nothing to do while requests wait")
-            # Single tokens first, by length: attention takes those of about one length together.
-            scheduled.sort(key=lambda part: (part.num_new > 1, part.seq.num_computed_tokens))
-            tokens = self.runner.execute(scheduled)
-        except BaseException:
-            self.scheduler.take_back()
-            raise
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            raise RuntimeError("the scheduler found nothing to do while requests wait")
+        # Single tokens first, by length: attention takes those of about one length together.
+        scheduled.sort(key=lambda part: (part.num_new > 1, part.seq.num_computed_tokens))
+        tokens = self.runner.execute(scheduled)
         work = [
-            Work(n, seq.num_computed_tokens, t is not None)
-            for (seq, n), t in zip(scheduled, tokens, strict=True)
+            Work(num_new, seq.num_computed_tokens, token is not None)
+            for (seq, num_new), token in zip(scheduled, tokens, strict=True)
         ]
         self.clock.tick(work)
-        self.num_computed_tokens += sum(n for _, n in scheduled)
+        self.num_computed_tokens += sum(part.num_new for part in scheduled)
         self.batch_sizes[len(scheduled)] += 1
         if self.trace:
             self.trace.add("step", data={seq.request_id: num_new for seq, num_new in scheduled})

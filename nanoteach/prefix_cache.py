@@ -23,7 +23,7 @@ def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
 
 def root_hash(cache_salt: str | None) -> bytes:
     """What the first block has for a parent. Another salt makes other names all the way down."""
-    return b"" if cache_salt is None else sha256(cache_salt.encode()).digest()
+    return b"" if cache_salt is None else sha256(cache_salt.encode(errors="surrogatepass")).digest()
 
 
 class PrefixCachingBlockManager(BlockManager):
@@ -80,9 +80,9 @@ class PrefixCachingBlockManager(BlockManager):
         names = self.names(owner, last)
         for name, block in zip(names[first:], owner.block_table[first:last], strict=True):
             if name not in self.block_of:
+                self.published.append(block)
                 self.block_of[name] = block
                 self.name_of[block] = name
-                self.published.append(block)
 
     def begin_step(self) -> None:
         """See `BlockManager.begin_step`."""
@@ -94,6 +94,11 @@ class PrefixCachingBlockManager(BlockManager):
             self.forget(block)
         self.published.clear()
 
+    def reset(self) -> None:
+        """See `BlockManager.reset`. Blocks that were written keep their names."""
+        super().reset()
+        self.block_of = {name: block for block, name in self.name_of.items()}
+
     def take_free_block(self) -> int:
         """The least recently used free block; if it had a name, nobody finds it any more."""
         block = super().take_free_block()
@@ -104,7 +109,7 @@ class PrefixCachingBlockManager(BlockManager):
         """Take a block's name away."""
         name = self.name_of.pop(block, None)
         if name is not None:
-            del self.block_of[name]
+            self.block_of.pop(name, None)
 
     def put_free_block(self, block: int) -> None:
         """A block with a name is kept as long as possible; one without is the next to be used."""

@@ -9,6 +9,7 @@ Knows: queues, budgets, when blocks run out. Does not know: tensors, the model, 
 """
 
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -62,10 +63,12 @@ class Scheduler:
     def admit(self, budget: int) -> list[Scheduled]:
         """Move requests from the queue to the running ones while slots, tokens and blocks last."""
         scheduled: list[Scheduled] = []
-        while self.waiting and len(self.running) < self.max_num_seqs:
+        while budget and self.waiting and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             # The prefix first: only what it leaves missing counts against the budget.
             seq.num_computed_tokens = self.block_manager.match_prefix(seq)
+            if self.trace and seq.block_table:
+                self.trace.add("hit", seq.request_id, list(seq.block_table))
             num_new = self.chunk(seq.num_missing_tokens, budget)
             if num_new == 0 or not self.block_manager.allocate(seq, len(seq.token_ids)):
                 self.release(seq)
@@ -76,9 +79,6 @@ class Scheduler:
                 seq.num_cached_tokens = seq.num_computed_tokens
             self.num_prefix_queries += len(seq.token_ids)
             self.num_prefix_hits += seq.num_computed_tokens
-            if self.trace and seq.num_computed_tokens:
-                num_hit = seq.num_computed_tokens // self.block_manager.block_size
-                self.trace.add("hit", seq.request_id, seq.block_table[:num_hit])
             self.publish_prompt(seq, num_new)
             scheduled.append(Scheduled(seq, num_new))
             budget -= num_new
@@ -160,15 +160,20 @@ class Scheduler:
         if self.trace:
             self.trace.add("finished", seq.request_id, reason)
 
-    def take_back(self) -> None:
-        """A step has failed: everybody who was running goes back to the queue, in order."""
+    def take_back(self, seqs: Iterable[Sequence] | None = None) -> None:
+        """A step has failed: everybody who was running goes back to the queue, in order.
+
+        seqs: all requests, the oldest first, where one may have been lost between the queues.
+        """
         self.block_manager.take_back()
         self.block_manager.reset()
-        self.waiting.extendleft(reversed(self.running))
-        self.running.clear()
+        self.waiting = deque([*self.running, *self.waiting] if seqs is None else seqs)
+        self.running = []
         for seq in self.waiting:
-            seq.status = Status.WAITING
-            seq.block_table = []
+            if self.trace and seq.block_table:
+                self.trace.add("freed", seq.request_id, seq.block_table)
+            seq.status, seq.finish_reason = Status.WAITING, None
+            seq.block_table, seq.block_hashes = [], []
             seq.num_computed_tokens = 0
 
     def check(self) -> list[str]:

@@ -39,16 +39,20 @@ class SamplingParams:
                 f"temperature must be 0 (greedy) for now, not {self.temperature!r}: "
                 "sampling comes with a later stage"
             )
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if not all(isinstance(text, str) and text for text in stop):
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if not is_list_of(str, stop) or not all(stop):
             raise ValueError(
                 f"stop takes one or more strings, none of them empty, not {self.stop!r}"
             )
-        stop_ids = tuple(self.stop_token_ids or ())
-        if not all(isinstance(token, int) for token in stop_ids):
-            raise ValueError(f"stop_token_ids takes token ids, not {self.stop_token_ids!r}")
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", stop_ids)
+        stop_ids = self.stop_token_ids or ()
+        if not is_list_of(int, stop_ids):
+            raise ValueError(f"stop_token_ids takes a list of token ids, not {stop_ids!r}")
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos is True or False, not {self.ignore_eos!r}")
+        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
+            raise ValueError(f"cache_salt is a string, not {self.cache_salt!r}")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(stop_ids))
 
     def finish_reason(
         self, last_token: int, num_output_tokens: int, eos_token_ids: SequenceOf[int]
@@ -100,12 +104,23 @@ def prepare_batch(
     return settled
 
 
+def is_list_of(kind: type, value: Any) -> bool:
+    """Whether `value` is a list or tuple of nothing else. (True and False count as no numbers.)"""
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(item, kind) and not isinstance(item, bool) for item in value
+    )
+
+
 def one_for_each(
     params: SamplingParams | SequenceOf[SamplingParams] | None, num_prompts: int
 ) -> list[SamplingParams]:
     """Sampling parameters for every prompt, from one for all or a list of as many."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
+    if not is_list_of(SamplingParams, params):
+        raise ValueError(
+            f"sampling parameters are one SamplingParams, or a list of them, not {params!r}"
+        )
     if len(params) != num_prompts:
         raise ValueError(
             f"{num_prompts} prompts came with {len(params)} sampling parameters: "

@@ -23,8 +23,6 @@ from nanoteach.prefix_cache import PrefixCachingBlockManager
 from nanoteach.sequence import Sequence
 from nanoteach.types import SamplingParams
 
-needs_mend = pytest.mark.xfail(reason="a mend of the package is under way", strict=False)
-
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 MANY = 100  # steps: more than enough for all of them, so that no fault can hang a test
 SHARED = list(range(40))
@@ -105,7 +103,6 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_PROMPTS)
-@needs_mend
 def test_bad_prompts(engine: Engine, name: str) -> None:
     prompt, message = BAD_PROMPTS[name]
     ids = list(engine.requests)
@@ -145,7 +142,6 @@ def test_the_longest_that_fits_is_served(engine: Engine) -> None:
     ],
     ids=lambda prompt: f"{type(prompt).__name__}",
 )
-@needs_mend
 def test_whole_numbers_of_any_kind_are_token_ids(
     engine: Engine, expected: dict[str, list[int]], prompt: Any
 ) -> None:
@@ -154,7 +150,6 @@ def test_whole_numbers_of_any_kind_are_token_ids(
     assert [type(token) for token in output.prompt_token_ids] == [int] * 3
 
 
-@needs_mend
 def test_prompts_from_a_generator_are_all_served(engine: Engine) -> None:
     outputs = engine.generate((text for text in ["one", "two"]), PARAMS, use_tqdm=False)  # type: ignore[arg-type]
     assert [output.prompt for output in outputs] == ["one", "two"]
@@ -168,7 +163,6 @@ def test_prompts_from_a_generator_are_all_served(engine: Engine) -> None:
     ],
     ids=str,
 )
-@needs_mend
 def test_bad_conversations(engine: Engine, messages: Any) -> None:
     with pytest.raises(ValueError, match="message"):
         engine.chat(messages, PARAMS, use_tqdm=False)
@@ -202,7 +196,6 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_PARAMS, ids=str)
-@needs_mend
 def test_bad_sampling_params(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         SamplingParams(**options)
@@ -210,7 +203,6 @@ def test_bad_sampling_params(options: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("params", [5, "greedy", {"max_tokens": 5}, [None], [5], []], ids=str)
-@needs_mend
 def test_what_is_no_sampling_params(engine: Engine, params: Any) -> None:
     ids = list(engine.requests)
     calls: list[Callable[[], Any]] = [
@@ -231,7 +223,6 @@ def test_one_for_all_or_one_for_each(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("salt", ["", "ü", "\ud800"])
-@needs_mend
 def test_any_string_is_a_salt(engine: Engine, salt: str) -> None:
     (output,) = engine.generate([SHARED], SamplingParams(3, cache_salt=salt), use_tqdm=False)
     assert output.num_cached_tokens == 0
@@ -246,13 +237,11 @@ def test_an_id_in_use(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("request_id", [5, None, b"x"])
-@needs_mend
 def test_an_id_is_a_string(engine: Engine, request_id: Any) -> None:
     with pytest.raises(ValueError, match="a request id is a string"):
         engine.add_request(request_id, "Hi", PARAMS)
 
 
-@needs_mend
 def test_ids_of_ones_own_never_clash_with_those_given(
     engine: Engine, expected: dict[str, list[int]]
 ) -> None:
@@ -329,7 +318,6 @@ PLACES: dict[str, Callable[[Engine], tuple[object, str]]] = {
 @pytest.mark.parametrize("steps", [0, 1, 4])
 @pytest.mark.parametrize("calls", [1, 2, 5])
 @pytest.mark.parametrize("place", PLACES)
-@needs_mend
 def test_after_a_fault_a_retry_gives_the_same(
     folder: Path,
     expected: dict[str, list[int]],
@@ -387,7 +375,6 @@ def test_a_fault_ends_generate_and_leaves_added_requests(
 
 
 @pytest.mark.parametrize("calls", [1, 2, 5, 20])
-@needs_mend
 def test_a_fault_in_making_text_loses_none(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, expected: dict[str, list[int]], calls: int
 ) -> None:
@@ -445,7 +432,6 @@ def interrupted_core(line: int) -> tuple[EngineCore, list[Sequence], bool]:
     return core, seqs, False
 
 
-@needs_mend
 def test_ctrl_c_at_any_line_does_no_harm() -> None:
     """Every 7th line of the books of a run with shared prompts, chunks and preemptions."""
     interrupted, line = True, 1

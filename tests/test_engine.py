@@ -19,8 +19,6 @@ from nanoteach.engine import Engine
 from nanoteach.hardware import hardware_named
 from nanoteach.types import RequestOutput, SamplingParams
 
-needs_mend = pytest.mark.xfail(reason="a mend of the package is under way", strict=False)
-
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 PROMPTS = ["The first step", "b", "A much longer prompt, of more blocks than one or two.", "Oh no"]
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -212,7 +210,6 @@ def test_of_two_stop_strings_the_first_in_the_text_counts(engine: Engine) -> Non
 
 
 @pytest.mark.parametrize("length", [2, 4, 9])
-@needs_mend
 def test_text_that_may_become_a_stop_string_is_not_shown(engine: Engine, length: int) -> None:
     full = text(generate(engine, PROMPTS[0]))
     stop = full[10 : 10 + length]
@@ -243,7 +240,6 @@ def test_a_stream_ends_in_what_generate_gives(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 5])
-@needs_mend
 def test_closing_a_stream_early_frees_its_blocks(engine: Engine, num_read: int) -> None:
     stream = engine.stream(PROMPTS[2], GREEDY)
     for _ in range(num_read):
@@ -252,7 +248,6 @@ def test_closing_a_stream_early_frees_its_blocks(engine: Engine, num_read: int) 
     assert_idle(engine)
 
 
-@needs_mend
 def test_two_streams_interleaved_both_come_to_their_ends(
     engine: Engine, alone: Callable[..., RequestOutput]
 ) -> None:
@@ -272,7 +267,6 @@ def test_two_streams_interleaved_both_come_to_their_ends(
 
 
 @pytest.mark.parametrize("read_first", [0, 3])
-@needs_mend
 def test_a_stream_that_others_brought_to_its_end_still_tells_it(
     engine: Engine, alone: Callable[..., RequestOutput], read_first: int
 ) -> None:
@@ -284,7 +278,6 @@ def test_a_stream_that_others_brought_to_its_end_still_tells_it(
     assert list(stream)[-1].outputs == alone(PROMPTS[0]).outputs
 
 
-@needs_mend
 def test_generate_while_a_stream_and_an_added_request_are_under_way(
     engine: Engine, alone: Callable[..., RequestOutput]
 ) -> None:
@@ -463,7 +456,6 @@ def test_check_finds_a_block_that_two_hold(engine: Engine) -> None:
     engine.abort_request(["a", "b"])
 
 
-@needs_mend
 def test_a_trace_tells_what_happened(make: Callable[..., Engine]) -> None:
     engine = make(block_size=4, num_gpu_blocks_override=22, max_num_batched_tokens=16, trace=True)
     outputs = engine.generate([*PROMPTS, PROMPTS[2]], GREEDY, use_tqdm=False)

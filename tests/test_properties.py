@@ -37,9 +37,6 @@ MACHINE = settings(
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 
-MENDED = hasattr(BlockManager, "reset")
-"""False: faults inside the block manager, and `num_cached_tokens`, need their mends; not tested."""
-
 SALTS = st.sampled_from([None, None, "blue"])
 # Few tokens and few beginnings, so that prompts share prefixes of every length.
 BEGINNINGS = st.sampled_from([[1, 1, 1, 1, 1, 1], [1, 1, 2, 1, 1, 1], [2]])
@@ -146,10 +143,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.manager.take_back()
             while self.owners and not data.draw(st.booleans(), "torn"):
                 self.leave(self.owners[-1])
-            if MENDED:
-                self.reset()
-            while self.owners:
-                self.leave(self.owners[-1])
+            self.reset()
             return
         for seq, start, stop in todo:
             for index in range(start // self.block_size, stop // self.block_size):
@@ -187,7 +181,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def reset(self) -> None:
         """Whoever holds something loses it. Blocks that were written can still be found."""
-        self.manager.reset()  # type: ignore[attr-defined]
+        self.manager.reset()
         for seq in self.owners:
             seq.block_table = []
         self.owners, self.tables = [], {}
@@ -395,7 +389,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         unfinished = [seq for seq in self.scheduler.running if seq.num_missing_tokens > 1]
         assert unfinished in ([], self.scheduler.running[-1:]), "only the newest is mid-prompt"
 
-    @rule(after=st.integers(0, 6 if MENDED else 0))
+    @rule(after=st.integers(0, 6))
     @precondition(lambda self: self.requests)
     def fault(self, after: int) -> None:
         """The runner fails (0), or the block manager at the block number `after` of the step."""
@@ -437,7 +431,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def cached_tokens_are_told_once(self) -> None:
         """`num_cached_tokens` speaks of the first admission, whatever happens later."""
-        for request in self.requests.values() if MENDED and hasattr(self, "core") else ():
+        for request in self.requests.values() if hasattr(self, "core") else ():
             if request.num_cached is None and request.seq.request_id in self.runner.first_seen:
                 request.num_cached = request.seq.num_cached_tokens
             if request.num_cached is not None:
