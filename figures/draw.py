@@ -24,7 +24,7 @@ from nanoteach.results import source_hash
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
-MODELS = ("tiny", "smollm2-135m")
+MODELS = ("smollm2-135m",)
 OURS, THEIRS, TEXT = "#2a6f97", "#b8bec6", "#3a3f45"
 
 
@@ -42,8 +42,9 @@ def speed(ladder: dict[str, Any], row: dict[str, Any]) -> float:
 def draw_ladders() -> str:
     """Tokens/s of every stage and of transformers, a panel for each model."""
     plt.rcParams.update({"svg.hashsalt": "nanoteach", "font.size": 10, "text.color": TEXT})
-    figure, panels = plt.subplots(1, len(MODELS), figsize=(10.5, 3.4), layout="constrained")
-    for panel, model in zip(panels, MODELS, strict=True):
+    size = (5.5 * len(MODELS), 3.4)
+    figure, panels = plt.subplots(1, len(MODELS), figsize=size, layout="constrained", squeeze=False)
+    for panel, model in zip(panels[0], MODELS, strict=True):
         ladder = result(f"ladder-{model}")
         rows = ladder["rows"]
         speeds = [speed(ladder, row) for row in rows]
@@ -93,8 +94,8 @@ def ladder_table(model: str) -> str:
 
 def fill(text: str, name: str, block: str) -> str:
     """Put a block between the marks that name it."""
-    marks = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
-    filled, count = marks.subn(lambda m: m[1] + block + m[2], text)
+    marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+    filled, count = marks.subn(lambda m: m[1] + block + "\n" + m[2], text)
     if count != 1:
         raise SystemExit(f"README.md has no place for {name}")
     return filled
