@@ -35,7 +35,7 @@ lab: .venv/dev
 
 test: lint
 	@$(PYTEST)
-	@$(PYTEST) --nbval notebooks/
+	@$(PYTEST) --dist loadfile --nbval notebooks/
 
 test-product: .venv/dev
 	@$(PYTEST) -m 'product or slow'
