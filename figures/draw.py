@@ -24,7 +24,7 @@ from nanoteach.results import source_hash
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
-MODELS = ("smollm2-135m",)
+MODELS = ("tiny", "smollm2-135m")
 OURS, THEIRS, TEXT = "#2a6f97", "#b8bec6", "#3a3f45"
 
 
