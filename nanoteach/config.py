@@ -7,7 +7,8 @@ the engine. Does not know: tensors, devices, or how anything is computed.
 import dataclasses
 import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,24 +22,39 @@ SUPPORTED = (
     "Qwen3 (Qwen3ForCausalLM), Qwen2 and Qwen2.5 (Qwen2ForCausalLM), Llama (LlamaForCausalLM)"
 )
 
+LATER = ("top_p", "top_k", "min_p", "seed", "n", "logprobs", "presence_penalty")
+
 Options = TypeVar("Options")
 
 
 def reject_unknown_options(cls: type[Options]) -> type[Options]:
     """Class decorator: an unknown keyword raises a ValueError that suggests the nearest option."""
-    names = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+    names = option_names(cls)
     plain_init: Callable[..., None] = cls.__init__
 
     def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() - set(names):
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"options are {', '.join(names)}"
-            raise ValueError(f"{cls.__name__} has no option {name!r}: {hint}")
+        refuse_unknown(cls.__name__, kwargs, names)
         plain_init(self, *args, **kwargs)
 
     checked_init.__wrapped__ = plain_init  # type: ignore[attr-defined]  # keeps inspect.signature
     cls.__init__ = checked_init  # type: ignore[method-assign]
     return cls
+
+
+def option_names(cls: type) -> tuple[str, ...]:
+    """The keywords that a dataclass takes."""
+    return tuple(field.name for field in dataclasses.fields(cls) if field.init)
+
+
+def refuse_unknown(owner: str, given: Iterable[str], names: SequenceOf[str]) -> None:
+    """Raise ValueError on a keyword that is none of `names`, with the nearest of them."""
+    for name in given:
+        if name in LATER:
+            raise ValueError(f"{owner} has no option {name!r} yet: sampling comes in a later stage")
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"options are {', '.join(names)}"
+            raise ValueError(f"{owner} has no option {name!r}: {hint}")
 
 
 @dataclass(frozen=True)
@@ -194,11 +210,19 @@ class EngineConfig:
         for name in ("max_model_len", "num_gpu_blocks_override", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
-        if not 0 < self.gpu_memory_utilization <= 1:
+        share = self.gpu_memory_utilization
+        if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ValueError(
                 f"gpu_memory_utilization is a share of the GPU's memory, over 0 and at most 1, "
-                f"not {self.gpu_memory_utilization!r}"
+                f"not {share!r}"
             )
+        check_flag("enable_prefix_caching", self.enable_prefix_caching)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is True or False, not {value!r}")
 
 
 def check_positive(name: str, value: Any) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from nanoteach.config import EngineConfig
+from nanoteach.config import EngineConfig, check_flag, option_names, refuse_unknown
 from nanoteach.cost_model import Clock
 from nanoteach.detokenizer import Detokenizer
-from nanoteach.hub import default_device, default_model, resolve_model
-from nanoteach.loader import eos_token_ids, load_model, load_tokenizer
+from nanoteach.hub import check_device, default_device, default_model, resolve_model
+from nanoteach.loader import check_dtype, eos_token_ids, load_model, load_tokenizer
 from nanoteach.prefix_cache import PrefixCachingBlockManager
 from nanoteach.sequence import Sequence
 from nanoteach.stages import Parts, build_chunked
@@ -106,7 +106,7 @@ class Request:
 
 
 class Engine:
-    """Serves a model.
+    """Serves a model. One thread at a time: it has no locks.
 
     model: `tiny`, `smollm2-135m`, a folder, or a hub id (default: NANOTEACH_MODEL, or `tiny`).
     device: cpu, cuda or mps (default: NANOTEACH_DEVICE, or the best there is).
@@ -121,16 +121,22 @@ class Engine:
         model: str | Path | None = None,
         *,
         device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: str | torch.dtype | None = None,
         trace: bool = False,
         clock: Clock | None = None,
         **options: Any,
     ) -> None:
+        own = ("model", "device", "dtype", "trace", "clock")
+        refuse_unknown("Engine", options, (*own, *option_names(EngineConfig)))
         self.config = EngineConfig(**options)
-        folder = resolve_model(model or default_model())
-        device = torch.device(device) if device else default_device()
+        check_flag("trace", trace)
+        if clock is not None and not hasattr(clock, "now"):
+            raise ValueError(f"clock is a WallClock or a VirtualClock, not {clock!r}")
+        device = default_device() if device is None else check_device(device)
+        dtype = check_dtype(dtype)
         if dtype is None and device.type == "cpu":
             dtype = torch.float32
+        folder = resolve_model(default_model() if model is None else model)
         self.trace = Trace() if trace else None
         decoder = load_model(folder, device, dtype, max_model_len=self.config.max_model_len)
         self.tokenizer = load_tokenizer(folder)
@@ -255,6 +261,8 @@ class Engine:
     def abort_request(self, request_id: str | SequenceOf[str]) -> None:
         """End requests now and give up their blocks. Ids that are not there are passed over."""
         ids = [request_id] if isinstance(request_id, str) else request_id
+        if not isinstance(ids, Iterable):
+            raise ValueError(f"a request id is a string, not {request_id!r}")
         self._drop([self.requests[i] for i in ids if i in self.requests])
 
     # --- looking inside ------------------------------------------------------------------------

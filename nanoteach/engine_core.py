@@ -48,16 +48,19 @@ class EngineCore:
     def prepare(self, prompt: SequenceOf[int], params: SamplingParams) -> SamplingParams:
         """The request's settled parameters; ValueError if it could never be served."""
         vocab_size = self.runner.model.config.vocab_size
+        open_end = params.max_tokens is None
         params = prepare_request(prompt, params, vocab_size, self.max_model_len)
         assert params.max_tokens is not None
         manager = self.scheduler.block_manager
         # The last token that is sampled is never computed, so it needs no place.
         needed = blocks_needed(len(prompt) + params.max_tokens - 1, manager.block_size)
         if needed > manager.num_blocks:
+            why = " (None: up to max_model_len)" if open_end else ""
             raise ValueError(
-                f"{len(prompt)} prompt tokens and max_tokens = {params.max_tokens} need {needed} "
-                f"blocks, and the whole pool has {manager.num_blocks}: shorten the prompt, lower "
-                "max_tokens, or give the engine a larger pool (kv_cache_memory_bytes)"
+                f"{len(prompt)} prompt tokens and max_tokens = {params.max_tokens}{why} need "
+                f"{needed} blocks, and the whole pool has {manager.num_blocks}: shorten the "
+                "prompt, lower max_tokens, or give the engine a larger pool "
+                "(kv_cache_memory_bytes or num_gpu_blocks_override)"
             )
         return params
 

@@ -37,6 +37,8 @@ def resolve_model(name: str | Path, progress: bool = True) -> Path:
     What is already on this machine is used as it is, without asking the network. `progress` says
     what is going on; the hub's own bars follow HF_HUB_DISABLE_PROGRESS_BARS. Raises ModelError.
     """
+    if not isinstance(name, (str, Path)):
+        raise ModelError(f"no model {name!r}; there are {NAMES}")
     if name == "tiny":
         return TINY
     if name == "smollm2-135m":
@@ -61,20 +63,29 @@ def default_device() -> torch.device:
     """The device of this session: NANOTEACH_DEVICE, or cuda where there is one, or cpu.
 
     An Apple GPU is used only when asked for: the course's exactness is proved on CPUs and CUDA.
+    Raises ValueError as `check_device` does.
+    """
+    best = "cuda" if torch.cuda.device_count() else "cpu"
+    return check_device(os.environ.get("NANOTEACH_DEVICE") or best, "NANOTEACH_DEVICE")
+
+
+def check_device(device: str | torch.device, option: str = "device") -> torch.device:
+    """A device by name, `cuda:1` among them.
+
     Raises ValueError for another name, or for a device that this machine doesn't have.
     """
-    there = {
-        "cpu": True,
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
+    count = {
+        "cpu": 1,
+        "cuda": torch.cuda.device_count(),
+        "mps": int(torch.backends.mps.is_available()),
     }
-    name = os.environ.get("NANOTEACH_DEVICE") or ("cuda" if there["cuda"] else "cpu")
-    if name not in there:
-        raise ValueError(f"NANOTEACH_DEVICE is {name!r}; it can be {', '.join(there)}")
-    if not there[name]:
-        found = ", ".join(device for device, available in there.items() if available)
-        raise ValueError(f"NANOTEACH_DEVICE is {name!r}, but PyTorch finds only {found} here")
-    return torch.device(name)
+    match = re.fullmatch(r"(\w+?)(?::(\d+))?", str(device))
+    if not match or match[1] not in count:
+        raise ValueError(f"{option} is {device!r}; it can be {', '.join(count)}")
+    if int(match[2] or 0) >= count[match[1]]:
+        found = ", ".join(name for name, n in count.items() if n)
+        raise ValueError(f"{option} is {device!r}, but PyTorch finds only {found} here")
+    return torch.device(device)
 
 
 def cache_folder() -> Path:

@@ -20,6 +20,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Read = Callable[[str], Tensor]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A dtype by name. "auto", as None, leaves the choice. Raises ValueError on any other."""
+    if dtype in (None, "auto"):
+        return None
+    found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        raise ValueError(f"dtype is {dtype!r}; it can be auto, {', '.join(DTYPES)}")
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 def load_model(

@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from nanoteach.config import check_positive, reject_unknown_options
+from nanoteach.config import check_flag, check_positive, reject_unknown_options
 
 
 @reject_unknown_options
@@ -47,8 +47,7 @@ class SamplingParams:
         stop_ids = self.stop_token_ids or ()
         if not is_list_of(int, stop_ids):
             raise ValueError(f"stop_token_ids takes a list of token ids, not {stop_ids!r}")
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos is True or False, not {self.ignore_eos!r}")
+        check_flag("ignore_eos", self.ignore_eos)
         if self.cache_salt is not None and not isinstance(self.cache_salt, str):
             raise ValueError(f"cache_salt is a string, not {self.cache_salt!r}")
         object.__setattr__(self, "stop", tuple(stop))

@@ -35,8 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def new_engine(folder: Path, **options: Any) -> Engine:
-    small: dict[str, Any] = {"num_gpu_blocks_override": 60, "block_size": 4}
-    return Engine(folder, device="cpu", **small | options)
+    usual: dict[str, Any] = {"device": "cpu", "num_gpu_blocks_override": 60, "block_size": 4}
+    return Engine(folder, **usual | options)
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,8 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"cache_salt": 5}, "cache_salt"),
     ({"max_token": 5}, "did you mean 'max_tokens'?"),
     ({"stop_tokens": [1]}, "did you mean 'stop_token_ids'?"),
-    ({"n": 2}, "options are max_tokens, "),
+    ({"beams": 2}, "options are max_tokens, "),
+    ({"top_p": 0.9}, "no option 'top_p' yet: sampling comes in a later stage"),
 ]
 
 
@@ -267,7 +268,17 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 100}, "raise kv_cache_memory_byt"),
     ({"block_sizes": 8}, "did you mean 'block_size'?"),
     ({"max_num_batched_token": 8}, "did you mean 'max_num_batched_tokens'?"),
-    ({"tensor_parallel_size": 2}, "options are block_size, "),
+    ({"tensor_parallel_size": 2}, "options are model, device, dtype, trace, clock, block_size, "),
+    ({"modle": "tiny"}, "did you mean 'model'?"),
+    ({"gpu_memory_utilization": "0.9"}, "over 0 and at most 1, not '0.9'"),
+    ({"gpu_memory_utilization": None}, "over 0 and at most 1, not None"),
+    ({"enable_prefix_caching": "yes"}, "enable_prefix_caching is True or False, not 'yes'"),
+    ({"trace": "yes"}, "trace is True or False, not 'yes'"),
+    ({"clock": 5}, "clock is a WallClock or a VirtualClock, not 5"),
+    ({"device": "gpu"}, "device is 'gpu'; it can be cpu, cuda, mps"),
+    ({"device": "cuda:99"}, "device is 'cuda:99', but PyTorch finds only cpu"),
+    ({"device": 0}, "device is 0; it can be cpu, cuda, mps"),
+    ({"dtype": "int8"}, "dtype is 'int8'; it can be auto, float32, bfloat16, float16"),
 ]
 
 
@@ -283,6 +294,19 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
         Engine("tinny")
     with pytest.raises(ModelError, match="it has no config.json"):
         Engine(tmp_path)
+    for nothing in ("", 5):
+        with pytest.raises(ModelError, match="there are tiny, smollm2-135m"):
+            Engine(nothing)  # type: ignore[arg-type]
+
+
+def test_a_dtype_by_name(folder: Path) -> None:
+    assert new_engine(folder, dtype="bfloat16").core.runner.model.dtype == torch.bfloat16
+    assert new_engine(folder, dtype="auto").core.runner.model.dtype == torch.float32
+
+
+def test_what_to_abort_is_named_by_a_string(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="a request id is a string, not None"):
+        engine.abort_request(None)  # type: ignore[arg-type]
 
 
 # --- faults inside a step ---------------------------------------------------------------------

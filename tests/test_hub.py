@@ -317,7 +317,7 @@ def test_the_default_device_is_cuda_where_there_is_one(
     cuda: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NANOTEACH_DEVICE", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert default_device() == torch.device(device)
     monkeypatch.setenv("NANOTEACH_DEVICE", "mps")
@@ -325,7 +325,7 @@ def test_the_default_device_is_cuda_where_there_is_one(
 
 
 def test_a_device_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setenv("NANOTEACH_DEVICE", "cuda")
     with pytest.raises(ValueError, match="PyTorch finds only cpu"):
