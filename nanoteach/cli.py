@@ -23,7 +23,7 @@ def main(argv: SequenceOf[str] | None = None) -> int:
     try:
         code: int = args.run(args)
         return code
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("NANOTEACH_DEBUG"):
             raise
         print(f"nanoteach: {error}", file=sys.stderr)
@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     generate = commands.add_parser("generate", help="continue a text")
-    generate.add_argument("prompt", help="the text to continue")
+    generate.add_argument("prompt", nargs="+", help="the text to continue")
     generate.set_defaults(run=run_generate)
 
     chat = commands.add_parser("chat", help="talk with the model (an empty line ends it)")
@@ -62,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     ladder.set_defaults(run=run_ladder)
 
     start = commands.add_parser("start", help="copy the notebooks to a folder of your own")
-    start.add_argument("folder", type=Path, metavar="DIR")
+    start.add_argument("folder", type=Path, metavar="DIR", help="is made if it is not there")
     start.set_defaults(run=run_start)
 
     progress = commands.add_parser(
@@ -82,8 +82,8 @@ def run_generate(args: argparse.Namespace) -> int:
     from nanoteach.engine import Engine
 
     engine = Engine(args.model)
-    print(args.prompt, end="", flush=True)
-    print_stream(engine, engine.tokenizer.encode(args.prompt), args.max_tokens)
+    prompt = " ".join(args.prompt)
+    print_stream(engine, engine.tokenizer.encode(prompt), args.max_tokens, echo=prompt)
     return 0
 
 
@@ -107,13 +107,16 @@ def run_chat(args: argparse.Namespace) -> int:
         messages.append({"role": "assistant", "content": answer})
 
 
-def print_stream(engine: "Engine", prompt: list[int], max_tokens: int) -> str:
-    """Print a continuation as it comes; returns it."""
+def print_stream(engine: "Engine", prompt: list[int], max_tokens: int, echo: str = "") -> str:
+    """Print `echo` and a continuation as it comes; returns the continuation."""
     from nanoteach.types import SamplingParams
 
     room = engine.core.max_model_len - len(prompt)
+    params = SamplingParams(max_tokens=min(max_tokens, max(room, 1)))
+    outputs = engine.stream(prompt, params)  # refused here, before anything is printed
+    print(echo, end="", flush=True)
     text = ""
-    for output in engine.stream(prompt, SamplingParams(max_tokens=min(max_tokens, max(room, 1)))):
+    for output in outputs:
         print(output.outputs[0].text[len(text) :], end="", flush=True)
         text = output.outputs[0].text
     print()
@@ -155,6 +158,8 @@ def run_progress(args: argparse.Namespace) -> int:
     """Show, prove and time the learner's parts, or forget them."""
     from nanoteach.course.progress import report, reset
 
+    if args.yes and not args.reset:
+        raise ValueError("--yes answers the question of --reset: give both")
     return reset(args.yes) if args.reset else report()
 
 
@@ -186,7 +191,15 @@ def run_doctor(args: argparse.Namespace) -> int:
     ):
         found = importlib.util.find_spec(package) is not None
         report(package, f"{'found' if found else 'missing'} ({what})", "" if found else install)
-    report("device", default_device(), "set NANOTEACH_DEVICE to change it")
     report("model", default_model(), "set NANOTEACH_MODEL, or --model, to change it")
-    report("model folder", resolve_model(default_model()))
-    return 0
+    code = 0
+    for name, find, advice in (
+        ("model folder", lambda: resolve_model(default_model()), ""),
+        ("device", default_device, "set NANOTEACH_DEVICE to change it"),
+    ):
+        try:
+            report(name, find(), advice)
+        except (ValueError, RuntimeError) as error:  # one line more, and the rest still to come
+            report(name, f"none: {error}")
+            code = 1
+    return code

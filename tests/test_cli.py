@@ -21,7 +21,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 
 
 def test_generate_continues_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "generate", "There was once a fox", "--max-tokens", "12")
+    code, out, _ = run(capsys, "generate", "There was", "once a fox", "--max-tokens", "12")
     assert code == 0
     assert out.startswith("There was once a fox") and len(out) > len("There was once a fox") + 10
 
@@ -51,6 +51,15 @@ def test_doctor_says_what_would_be_used(capsys: pytest.CaptureFixture[str]) -> N
     assert code == 0
     for word in ("Python", "torch", "GPU", "flash_attn", "triton", "device", "model folder"):
         assert word in out
+
+
+def test_doctor_goes_on_after_a_wrong_device(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOTEACH_DEVICE", "tpu")
+    code, out, _ = run(capsys, "doctor")
+    assert code == 1
+    assert "it can be cpu, cuda, mps" in out and "model folder" in out
 
 
 def test_ladder_proves_and_saves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -92,14 +101,20 @@ def test_ladder_says_when_a_stage_is_wrong(
         (("generate", ""), "empty"),
         (("generate", "hello", "--model", "no-such-model"), "smollm2-135m"),
         (("generate", "hello", "--max-tokens", "0"), "max_tokens"),
+        (("start", "README.md"), "README.md is a file"),
+        (("progress", "--yes"), "--reset"),
         (("ladder", "--requests", "0"), "requests"),
     ],
 )
 def test_a_mistake_is_one_line(
-    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], word: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    argv: tuple[str, ...],
+    word: str,
 ) -> None:
-    code, _, err = run(capsys, *argv)
-    assert code == 1
+    monkeypatch.chdir(ROOT)
+    code, out, err = run(capsys, *argv)
+    assert code == 1 and out == ""
     assert word in err and "Traceback" not in err
 
 

@@ -65,18 +65,22 @@ def has_part(target: str) -> bool:
     return _part_file(target).is_file()
 
 
+def saved_part(target: str) -> Function | None:
+    """The kept answer to one exercise, as a function. If it can't be read, that is said."""
+    if not has_part(target):
+        return None
+    path, place = _part_file(target), parts.resolve(target)
+    try:
+        return parts.build(place, path.read_text(), str(path))
+    except (SyntaxError, ValueError) as error:
+        print(f"{place.short}: what is kept of it can't be read: {error}")
+        return None
+
+
 def saved_parts() -> dict[str, Function]:
-    """The kept answers, as functions. One that can't be read is left out, and named."""
-    found = {}
-    for check in all_checks():
-        path = _part_file(check.target)
-        if path.is_file():
-            try:
-                target = parts.resolve(check.target)
-                found[check.target] = parts.build(target, path.read_text(), str(path))
-            except (SyntaxError, ValueError) as error:
-                print(f"{target.short}: what is kept of it can't be read: {error}")
-    return found
+    """The kept answers, as functions."""
+    kept = {check.target: saved_part(check.target) for check in all_checks()}
+    return {target: part for target, part in kept.items() if part}
 
 
 def open_notebook(number: int) -> None:
@@ -116,6 +120,8 @@ def start(folder: Path) -> int:
             "the notebooks are not here: run this from a clone of the repository, "
             "installed with pip install -e ."
         )
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: name a folder, and it will be made")
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     copied = 0
     for notebook in notebooks:
@@ -252,7 +258,10 @@ def report(own: Mapping[str, Function] | None = None) -> int:
         print(_progress_line(number, [c for c in checks if c.notebook == number], own))
     mine = [check for check in checks if check.target in own]
     if not mine:
-        print("\nNothing is yours yet: begin with notebook 00.")
+        print(
+            "\nNothing is yours here yet: begin with notebook 00. If you have begun, "
+            "run this in the folder of your notebooks."
+        )
         return 0
     print(f"\nThe engine on your {len(mine)} parts, and on the package's own for the rest:\n")
     trial = make_trial()
