@@ -1,13 +1,17 @@
 """The widgets, driven as a reader does it: knobs turned, buttons clicked, without a browser."""
 
+import base64
 import sys
 from collections.abc import Callable
+from typing import Any
 
+import nbformat.v4
 import pytest
 from matplotlib.text import Text
 
 from nanoteach.cost_model import Work, step_cost
 from nanoteach.course import widgets
+from nanoteach.course.build import WIDGET, tidy
 from nanoteach.course.pictures import QWEN3
 from nanoteach.course.widgets import (
     PROMPTS,
@@ -175,14 +179,21 @@ def test_the_still_picture_is_how_the_widget_starts(make: Callable[[], Panel]) -
 
 
 @pytest.mark.parametrize("make", ALL)
-def test_a_notebook_shows_the_widget_and_its_picture(
+def test_a_notebook_has_the_widget_and_its_picture_in_one_output(
     make: Callable[[], Panel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown: list[object] = []
-    monkeypatch.setattr("IPython.display.display", shown.append)
+    shown: list[dict[str, Any]] = []
+    monkeypatch.setattr("IPython.display.display", lambda faces, raw: shown.append(faces))
     panel = make()
     panel._ipython_display_()
-    assert shown == [panel.box, panel.still]
+    (faces,) = shown
+    assert base64.b64decode(faces["image/png"]) == panel.still.png()
+    assert faces[WIDGET]["model_id"] == panel.box.model_id
+
+    output = nbformat.v4.new_output("display_data", faces)
+    cell = nbformat.v4.new_code_cell(outputs=[output])
+    assert tidy(nbformat.v4.new_notebook(cells=[cell])).cells[0].outputs == [output]
+    assert output.data.keys() == {"text/plain", "image/png"}
 
 
 @pytest.mark.parametrize("make", ALL)

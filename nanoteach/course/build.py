@@ -55,9 +55,9 @@ def tidy(notebook: Any) -> Any:
     for cell in notebook.cells:
         kept: list[Any] = []
         for output in cell.get("outputs", []):
-            # The widget itself is gone with its kernel. A text or HTML of ours beside it stays.
+            # The widget itself is gone with its kernel. An HTML or picture of ours beside it stays.
             data = output.get("data", {})
-            if data.pop(WIDGET, None) and "text/html" not in data:
+            if data.pop(WIDGET, None) and not data.keys() & {"text/html", "image/png"}:
                 continue
             # A printed text comes in one piece or in several, as the kernel had time.
             last = kept[-1] if kept else None

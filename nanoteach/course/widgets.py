@@ -6,6 +6,7 @@ An explorer is a plain object: its attributes are the knobs, its methods the but
 Knows: ipywidgets, if it is installed. Does not know: how anything is drawn or scheduled.
 """
 
+import base64
 import functools
 import html
 import importlib
@@ -319,7 +320,8 @@ class Panel:
         self.controls = {control.name: self.make(control) for control in controls}
         self.image = self.ipywidgets.Image(format="png", layout={"max_width": "100%"})
         self.words = self.ipywidgets.HTML()
-        knobs = self.ipywidgets.HBox(list(self.controls.values()), layout={"flex_flow": "wrap"})
+        row = {"flex_flow": "wrap", "grid_gap": "0 12px"}
+        knobs = self.ipywidgets.HBox(list(self.controls.values()), layout=row)
         self.box = self.ipywidgets.VBox([knobs, self.words, self.image])
         self.show(self.still)
 
@@ -337,17 +339,16 @@ class Panel:
             return button
         style = {"description_width": "auto"}
         settings: dict[str, Any] = {"description": control.label, "style": style}
-        value, options = getattr(self.explorer, control.name), self.options(control)
+        settings["value"] = getattr(self.explorer, control.name)
+        options, narrow = self.options(control), {"width": "max-content"}
         if control.kind == "slider":
-            settings |= {"options": options, "value": value, "continuous_update": False}
-            knob = widgets.SelectionSlider(**settings)
+            knob = widgets.SelectionSlider(options=options, continuous_update=False, **settings)
         elif control.kind == "choice":
-            knob = widgets.Dropdown(options=options, value=value, **settings)
+            knob = widgets.Dropdown(options=options, layout=narrow, **settings)
         elif control.kind == "tick":
-            knob = widgets.Checkbox(value=value, indent=False, **settings)
+            knob = widgets.Checkbox(indent=False, layout=narrow, **settings)
         else:
-            wide = {"width": "30em"}
-            knob = widgets.Combobox(options=options, value=value, layout=wide, **settings)
+            knob = widgets.Combobox(options=options, layout={"width": "30em"}, **settings)
         knob.observe(lambda change: self.turn(control.name, change["new"]), names="value")
         return knob
 
@@ -378,12 +379,15 @@ class Panel:
         self.words.value = f"<pre>{html.escape(self.explorer.text())}</pre>"
 
     def _ipython_display_(self) -> None:
+        """One output with both: a page that can't turn the knobs takes the still picture."""
         display: Any = importlib.import_module("IPython.display").display
         if self.box is None:
             print("This widget needs ipywidgets (pip install ipywidgets). How it starts:")
-        else:
-            display(self.box)
-        display(self.still)
+            display(self.still)
+            return
+        picture = base64.b64encode(self.still.png()).decode()
+        still = {"text/plain": repr(self.still), "image/png": picture}
+        display(self.box._repr_mimebundle_() | still, raw=True)
 
 
 def powers(first: int, last: int) -> list[int]:
@@ -413,7 +417,7 @@ def block_table_explorer() -> Panel:
         explorer,
         Control("button", "step", "step"),
         Control("button", "add", "add a request"),
-        Control("slider", "prompt", "of so many tokens", range(1, 41)),
+        Control("slider", "prompt", "prompt tokens", range(1, 41)),
         Control("choice", "request", "follow", "requests"),
         Control("button", "abort", "abort it"),
     )
