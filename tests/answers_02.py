@@ -48,6 +48,17 @@ def one_slot_late(self, layer, k, v, slot_mapping):
     self.v[layer][slot_mapping + 1] = v
 
 
+@wrong(APPEND, "self.k must stay the cache's own tensor")
+def puts_the_new_in_its_place(self, layer, k, v, slot_mapping):
+    self.k, self.v = k, v
+
+
+@wrong(APPEND, "self.k afterwards")
+def another_layer_up(self, layer, k, v, slot_mapping):
+    self.k[layer - 1][slot_mapping] = k
+    self.v[layer - 1][slot_mapping] = v
+
+
 MASK = "nanoteach.kv_cache.decode_mask"
 
 
@@ -62,6 +73,11 @@ def filled_row_by_row(seq_lens, width):
 @wrong(MASK, "it sees key 0 alone")
 def as_is_causal_does(seq_lens, width):
     return torch.ones(1, width, dtype=torch.bool).tril().expand(len(seq_lens), width)
+
+
+@wrong(MASK, "A triangle, as is_causal makes it")
+def a_triangle(seq_lens, width):
+    return torch.ones(len(seq_lens), width, dtype=bool).tril()
 
 
 @wrong(MASK, "One too many")

@@ -63,6 +63,20 @@ def while_too_short(self, owner, num_tokens):
 
 
 @wrong(ALLOCATE, "only the rest is missing")
+def all_if_any_is_missing(self, owner, num_tokens):
+    needed = blocks_needed(num_tokens, self.block_size)
+    if needed <= len(owner.block_table):
+        return True
+    if needed > len(self.free_blocks):
+        return False
+    taken = [self.take_free_block() for _ in range(needed)]
+    owner.block_table.extend(taken)
+    if self.trace:
+        self.trace.add("taken", owner.request_id, taken)
+    return True
+
+
+@wrong(ALLOCATE, "Nothing is missing: leave the table alone")
 def all_again(self, owner, num_tokens):
     needed = blocks_needed(num_tokens, self.block_size)
     if needed > len(self.free_blocks):
@@ -71,6 +85,17 @@ def all_again(self, owner, num_tokens):
     owner.block_table.extend(taken)
     if self.trace:
         self.trace.add("taken", owner.request_id, taken)
+    return True
+
+
+@wrong(ALLOCATE, "Nothing is missing: leave the table alone")
+def all_again_when_fewer(self, owner, num_tokens):
+    held = len(owner.block_table)
+    needed = blocks_needed(num_tokens, self.block_size)
+    missing = needed if num_tokens < held * self.block_size - 8 else max(0, needed - held)
+    if missing > self.num_free:
+        return False
+    owner.block_table.extend(self.take_free_block() for _ in range(missing))
     return True
 
 
@@ -166,6 +191,14 @@ def laid_out(block_table, block_size, start, stop):
     return places[start:stop]
 
 
+@wrong(SLOTS, "Return a list: `.tolist()`")
+def a_tensor(block_table, block_size, start, stop):
+    import torch
+
+    position = torch.arange(start, stop)
+    return torch.tensor(block_table)[position // block_size] * block_size + position % block_size
+
+
 @wrong(SLOTS, "positions in the text")
 def no_table(block_table, block_size, start, stop):
     return list(range(start, stop))
@@ -228,6 +261,16 @@ def slot_by_slot(self, layer, blocks):
 @wrong(GATHER, "without a dimension for blocks")
 def blocks_stay(self, layer, blocks):
     return self.k[layer][blocks], self.v[layer][blocks]
+
+
+@wrong(GATHER, "choose `layer` first")
+def no_layer(self, layer, blocks):
+    return self.k[blocks].flatten(0, 1), self.v[blocks].flatten(0, 1)
+
+
+@wrong(GATHER, "`.flatten()` alone joins all of them")
+def all_flat(self, layer, blocks):
+    return self.k[layer][blocks].flatten(), self.v[layer][blocks].flatten()
 
 
 @wrong(GATHER, "V from `self.v`")

@@ -40,10 +40,16 @@ def check_append(append: Callable[..., None]) -> None:
         old_k, old_v = cache.k.clone(), cache.v.clone()
         case(name)
         cache.append(layer, k.clone(), v.clone(), torch.tensor(slots))
+        for letter, before, now in (("k", old_k, cache.k), ("v", old_v, cache.v)):
+            if not isinstance(now, Tensor) or now.shape != before.shape:
+                raise Wrong(
+                    f"{name}: self.{letter} afterwards", describe(before), describe(now),
+                    f"self.{letter} must stay the cache's own tensor: write into it.",
+                )  # fmt: skip
         likely = append_mistakes(layer, slots, old_k, k, v)
-        expect_equal(f"{name}: K", written(old_k, k, slots, layer), cache.k, likely)
+        expect_equal(f"{name}: self.k afterwards", written(old_k, k, slots, layer), cache.k, likely)
         likely = append_mistakes(layer, slots, old_v, v, k)
-        expect_equal(f"{name}: V", written(old_v, v, slots, layer), cache.v, likely)
+        expect_equal(f"{name}: self.v afterwards", written(old_v, v, slots, layer), cache.v, likely)
 
 
 def written(old: Tensor, new: Tensor, slots: list[int], *layers: int) -> Tensor:
@@ -117,6 +123,9 @@ def mask_mistake(right: Tensor, seq_lens: list[int], got: Any) -> str | None:
     columns = torch.arange(width).expand(right.shape)
     lengths = torch.tensor(seq_lens)[:, None]
     wrong = [
+        (torch.ones_like(right).tril(),
+         "A triangle, as is_causal makes it. Each line is another request's newest token, not the "
+         "next query."),
         (columns < 1, "That is what is_causal does with one query: it sees key 0 alone. The newest "
          "token sees its whole row."),
         (~right, "True means that the key may be seen."),

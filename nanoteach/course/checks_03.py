@@ -4,9 +4,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
+from torch import Tensor
 
 from nanoteach.block_manager import BlockManager
-from nanoteach.course.checking import Wrong, case, check, expect, expect_equal
+from nanoteach.course.checking import Wrong, case, check, describe, expect, expect_equal
 from nanoteach.paged_attention import PagedAttention, Row
 from nanoteach.types import Trace
 
@@ -50,6 +51,10 @@ def check_slot_mapping(slot_mapping: Callable[[list[int], int, int, int], list[i
         places = [block * size + offset for block in table for offset in range(size)]
         right = places[start:stop]
         spread = range(start, stop)
+        case(name)
+        got = slot_mapping(list(table), size, start, stop)
+        if isinstance(got, Tensor):
+            raise Wrong(name, right, describe(got), "Return a list: `.tolist()`.")
         likely = [
             (list(spread), "These are positions in the text. The table says where each block of "
              "them lies in the pool."),
@@ -109,6 +114,8 @@ def check_allocate(_: Callable[..., bool]) -> None:
 
     def too_many(now: int, before: int, tokens: int) -> str | None:
         needed = -(-tokens // 4)
+        if now > before >= needed and now == before + needed:
+            return "Nothing is missing: leave the table alone."
         if before and now == before + needed:
             return (
                 f"The owner held {before} blocks already: of the {needed} that it needs, "
@@ -183,7 +190,7 @@ def check_gather(_: Callable[..., object]) -> None:
             for x in (pool.k, pool.v)
         ]
         case(name)
-        got = pool.gather(layer, chosen)
+        got = gathered(pool, layer, chosen, name)
         two = "Give K and V, a tuple of two tensors."
         if got is not None and not (isinstance(got, (tuple, list)) and len(got) == 2):
             raise Wrong(name, "two tensors, K and V", type(got).__name__, two)
@@ -209,7 +216,20 @@ def check_gather(_: Callable[..., object]) -> None:
                  "The blocks of a table do not lie side by side in the pool."),
                 (x[layer].flatten(0, 1)[chosen],
                  "These are slots. Each number is a block, with `block_size` tokens in it."),
+                (x[layer][chosen].flatten(),
+                 "Only the first two dimensions become one: `.flatten()` alone joins all of them."),
                 (x[layer][chosen].transpose(0, 1).flatten(0, 1),
                  "All tokens of the first block, then all of the second."),
             ]  # fmt: skip
             expect_equal(f"{name}: {letter}", expected, own, likely)
+
+
+def gathered(pool: PagedAttention, layer: int, blocks: Tensor, name: str) -> object:
+    """What the answer gives; an index beyond a dimension gets words of its own."""
+    try:
+        return pool.gather(layer, blocks)
+    except IndexError as error:
+        if "dimension 0 with size" not in str(error):
+            raise
+        words = f"The first dimension of self.k has the {len(pool.k)} layers: choose `layer` first."
+        raise Wrong(name, "two tensors, K and V", f"IndexError: {error}", words) from error
