@@ -38,6 +38,11 @@ def whole_blocks(self, num_missing, budget):
     return num_missing if num_missing <= budget else budget // size * size
 
 
+@wrong(CHUNK, "give an int, not a float")
+def a_float(self, num_missing, budget):
+    return min(num_missing, budget) / 1
+
+
 SPLIT = "nanoteach.chunked_prefill.split_budget"
 
 
@@ -50,7 +55,7 @@ def sorted_once(missing, budget):
     return grants
 
 
-@wrong(SPLIT, "A decode goes without its token")
+@wrong(SPLIT, "A prompt takes a token that a decode needs")
 def oldest_first(missing, budget):
     grants = []
     for num_missing in missing:
@@ -97,7 +102,7 @@ def whole_prompts(missing, budget):
     return grants
 
 
-@wrong(SPLIT, "the oldest takes what it can")
+@wrong(SPLIT, "The older prompt comes first")
 def even_shares(missing, budget):
     grants = [0] * len(missing)
     for i, num_missing in enumerate(missing):
@@ -130,6 +135,85 @@ def newest_decodes(missing, budget):
         if num_missing > 1:
             grants[i] = min(num_missing, budget)
             budget -= grants[i]
+    return grants
+
+
+@wrong(SPLIT, "The older prompt comes first")
+def shortest_first(missing, budget):
+    grants = [0] * len(missing)
+    for i in sorted(range(len(missing)), key=lambda i: missing[i]):
+        grants[i] = min(missing[i], budget)
+        budget -= grants[i]
+    return grants
+
+
+@wrong(SPLIT, "A prompt takes a token that a decode needs")
+def one_for_everybody_first(missing, budget):
+    grants = [0] * len(missing)
+    for i in range(len(missing)):
+        if budget:
+            grants[i], budget = 1, budget - 1
+    for i, num_missing in enumerate(missing):
+        more = min(num_missing - grants[i], budget)
+        grants[i] += more
+        budget -= more
+    return grants
+
+
+@wrong(SPLIT, "The older prompt comes first")
+def decodes_then_one_for_each_prompt(missing, budget):
+    grants = [0] * len(missing)
+    for decodes in (True, False):
+        for i, num_missing in enumerate(missing):
+            if (num_missing == 1) is decodes and budget:
+                grants[i], budget = 1, budget - 1
+    for i, num_missing in enumerate(missing):
+        more = min(num_missing - grants[i], budget)
+        grants[i] += more
+        budget -= more
+    return grants
+
+
+@wrong(SPLIT, "The answer is in the order of `missing`: don't sort it")
+def sorts(missing, budget):
+    missing.sort()
+    grants = []
+    for num_missing in missing:
+        grants.append(min(num_missing, budget))
+        budget -= grants[-1]
+    return grants
+
+
+@wrong(SPLIT, "Only 2 are left: the oldest 2 get one each")
+def every_decode_whatever_is_left(missing, budget):
+    grants = [1 if num_missing == 1 else 0 for num_missing in missing]
+    left = max(budget - sum(grants), 0)
+    for i, num_missing in enumerate(missing):
+        if num_missing > 1:
+            grants[i] = min(num_missing, left)
+            left -= grants[i]
+    return grants
+
+
+@wrong(SPLIT, "though the budget has one")
+def the_last_token_is_kept(missing, budget):
+    grants = [0] * len(missing)
+    for decodes in (True, False):
+        for i, num_missing in enumerate(missing):
+            if (num_missing == 1) is decodes and budget > 1:
+                grants[i] = min(num_missing, budget)
+                budget -= grants[i]
+    return grants
+
+
+@wrong(SPLIT, "give an int, not a float")
+def floats(missing, budget):
+    grants = [0] * len(missing)
+    for decodes in (True, False):
+        for i, num_missing in enumerate(missing):
+            if (num_missing == 1) is decodes:
+                grants[i] = min(num_missing, budget) / 1
+                budget -= grants[i]
     return grants
 
 
@@ -208,3 +292,47 @@ def no_begin_step(self):
     if len(self.running) < len(grants):
         return scheduled
     return scheduled + self.admit(budget - sum(grants))
+
+
+@second(SCHEDULE)
+def new_ones_in_front(self):
+    self.block_manager.begin_step()
+    budget = self.max_num_batched_tokens
+    grants = split_budget([seq.num_missing_tokens for seq in self.running], budget)
+    running = self.continue_running(grants)
+    return self.admit(budget - sum(part.num_new for part in running)) + running
+
+
+@wrong(SCHEDULE, "take off what was granted, not what is missing")
+def takes_off_what_is_missing(self):
+    self.block_manager.begin_step()
+    budget = self.max_num_batched_tokens
+    missing = [seq.num_missing_tokens for seq in self.running]
+    scheduled = self.continue_running(split_budget(missing, budget))
+    return scheduled + self.admit(budget - sum(missing))
+
+
+@wrong(SCHEDULE, "may take the blocks of the newest: call it before `admit`")
+def admits_first_what_is_left(self):
+    self.block_manager.begin_step()
+    budget = self.max_num_batched_tokens
+    grants = split_budget([seq.num_missing_tokens for seq in self.running], budget)
+    new = self.admit(budget - sum(grants))
+    return self.continue_running(grants) + new
+
+
+@wrong(SCHEDULE, "subtract tokens, not requests")
+def takes_off_requests(self):
+    self.block_manager.begin_step()
+    budget = self.max_num_batched_tokens
+    missing = [seq.num_missing_tokens for seq in self.running]
+    scheduled = self.continue_running(split_budget(missing, budget))
+    return scheduled + self.admit(budget - len(scheduled))
+
+
+@wrong(SCHEDULE, "put them together")
+def a_list_of_two_lists(self):
+    self.block_manager.begin_step()
+    budget = self.max_num_batched_tokens
+    grants = split_budget([seq.num_missing_tokens for seq in self.running], budget)
+    return [self.continue_running(grants), self.admit(budget - sum(grants))]
