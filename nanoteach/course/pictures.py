@@ -37,6 +37,7 @@ from nanoteach.hardware import Hardware
 # Okabe and Ito's colours, which differ for everybody.
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9"
 RED = "#D55E00"  # waste and waiting, and nothing else
+STALL = "#B40426"  # the longest wait: told apart from orange bars beside it
 PALE, LINE, TEXT = "#E6E9EC", "#9AA3AB", "#30363B"
 REQUESTS = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#8C6D46")
 HATCHED = {"hatch": "////", "edgecolor": LINE, "lw": 0}  # held, and empty or idle
@@ -377,9 +378,9 @@ def step_timeline(
         if gap:
             y = names.index(gap.name)
             ends = [1e3 * gap.start, 1e3 * gap.end]
-            axes.plot(ends, [y, y], color=RED, lw=2.2, marker="|", markersize=10)
+            axes.plot(ends, [y, y], color=STALL, lw=2.2, marker="|", markersize=10)
             wait = f"longest wait between two tokens: {1e3 * gap.seconds:.2f} ms"
-            axes.set_title(wait, loc="right", color=RED)
+            axes.set_title(wait, loc="right", color=STALL)
         lanes(axes, names)
     sheets[-1].set_xlim(0, end * 1.01)
     key = "orange: prompt tokens, with their number, blue: one token"
