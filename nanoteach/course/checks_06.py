@@ -175,7 +175,9 @@ def check_schedule(schedule: Callable[..., list[Scheduled]]) -> None:
     scheduler = build(budget=8)
     scheduler.add(request("A", 3))
     name = "budget 8, A has 3 tokens: the first step"
-    expect_equal(name, {"A": 3}, step(name, scheduler), "Nobody runs yet: `admit` takes in who waits.")
+    expect_equal(
+        name, {"A": 3}, step(name, scheduler), "Nobody runs yet: `admit` takes in who waits."
+    )
 
     scheduler.add(request("B", 12))
     name = "budget 8: A decodes, B comes with 12 tokens"
