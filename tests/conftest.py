@@ -1,4 +1,4 @@
-"""What the exactness tests have compared, told at the end of a run."""
+"""What the exactness tests have compared and what was skipped, told at the end of a run."""
 
 from collections import Counter
 
@@ -18,3 +18,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             f"compared with transformers: {told}; {totals['ties']} ties, "
             f"{totals['preemptions']:,} preemptions"
         )
+    reports = terminalreporter.stats.get("skipped", [])
+    for reason in sorted({r.longrepr[-1] for r in reports if isinstance(r.longrepr, tuple)}):
+        terminalreporter.write_line(reason)
