@@ -39,7 +39,8 @@ BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "
 RED = "#D55E00"  # waste and waiting, and nothing else
 STALL = "#B40426"  # the longest wait: told apart from orange bars beside it
 PALE, LINE, TEXT = "#E6E9EC", "#9AA3AB", "#30363B"
-REQUESTS = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#8C6D46")
+REQUESTS = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#8C6D46", "#F0E442", "#4D4D4D")
+SHARED = "#B4BBC1"  # what belongs to several requests
 HATCHED = {"hatch": "////", "edgecolor": LINE, "lw": 0}  # held, and empty or idle
 STYLE: Any = {
     "font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold",
@@ -224,9 +225,14 @@ def slot_occupancy(static: SequenceOf[Stay], continuous: SequenceOf[Stay]) -> Pi
                 box(axes, start - 1, slot - 0.4, stop - start + 1, 0.8, colours[name])
             axes.vlines(end, slot - 0.4, slot + 0.4, color="white", lw=1.5)
             # The letter and the number go where they have room.
-            wide = [start for start, stop in stretches(working) if stop - start > last / 20]
-            text, x = f"{name}  {len(working)}", (wide or [first])[0] + 0.2
-            say(axes, x, slot, text, ink(colours[name]), weight="bold")
+            parts = stretches(working)
+            wide = [start for start, stop in parts if stop - start > last / 20]
+            text, x = f"{name}  {len(working)}", (wide or [first])[0]
+            begin, stop = parts[0]
+            if x > begin and stop > begin:
+                middle, colour = (begin - 1 + stop) / 2, ink(colours[name])
+                centred(axes, middle, slot, name, colour, weight="bold")
+            say(axes, x + 0.2, slot, text, ink(colours[name]), weight="bold")
         end = max(stay.last for stay in stays)
         axes.axvline(end, color=TEXT, lw=1)
         used = f"slots in use {share_working(stays):.0%} of the time"
@@ -402,8 +408,10 @@ def block_tables(pool: Pool, highlight: str | None = None, title: str = "") -> P
 
     def cell(axes: Axes, x: float, y: float, block: int, owner: str | None) -> str:
         strong = followed and owner == highlight
-        faint = followed and owner is not None and highlight not in pool.owners(block)
+        owners = pool.owners(block)
+        faint = followed and owner is not None and highlight not in owners
         face = colours[owner] if owner else PALE if block in pool.cached else "#FFFFFF"
+        face = SHARED if len(owners) > 1 else face
         edge = {"edgecolor": TEXT, "lw": 1.8} if strong else {"edgecolor": LINE, "lw": 0.8}
         box(axes, x + 0.04, y + 0.06, 0.92, 0.88, face, alpha=0.35 if faint else 1, **edge)
         colour = TEXT if faint else ink(face)
@@ -430,6 +438,8 @@ def block_tables(pool: Pool, highlight: str | None = None, title: str = "") -> P
         room = f"{computed} of {len(table) * size} tokens"
         say(tables, len(table) + 0.15, y + 0.5, room, weight=weight)
     key = f"dark edge: places filled of {pool.block_size}"
+    if any(len(pool.owners(block)) > 1 for block in range(pool.num_blocks)):
+        key += "; grey: shared"
     tables.set_title(f"tables, in the order of the text ({key})", weight="normal", fontsize=9)
     if not pool.tables:
         say(tables, 0, 0.5, "nobody runs", fontsize=9)

@@ -543,7 +543,7 @@ def request_moments() -> dict[str, Moment]:
     look("decode: its last token", plain, "A", lambda m: m.num_tokens == 11)
     twice = [Request(range(9), 1), Request(range(9), 1, arrival=1.0)]
     hit = traced_run(twice, block_size=4, manager=PrefixCachingBlockManager)
-    look("prefix hit: two blocks are there", hit, "B", lambda m: True)
+    look("prefix hit: two blocks of 4 are there", hit, "B", lambda m: True)
     chunked = traced_run(
         [Request(9, 3)], scheduler=ChunkedPrefillScheduler, max_num_batched_tokens=4
     )
