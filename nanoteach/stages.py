@@ -80,11 +80,20 @@ def build_naive(parts: Parts) -> NaiveGenerator:
 
 
 def build_static(parts: Parts) -> StaticBatchGenerator:
-    """Stage 2: as many rows as the memory holds when each is reserved to the longest length."""
-    model, config = parts.model, parts.config
-    reserved = parts.num_blocks * config.block_size // parts.max_model_len
-    rows = max(1, min(config.max_num_seqs, reserved))
-    cache = ContiguousKVCache(model.config, rows, parts.max_model_len, model.dtype, model.device)
+    """Stage 2: as many rows as the memory holds when each is reserved to the longest length.
+
+    Raises ValueError where it holds none.
+    """
+    model, config, longest = parts.model, parts.config, parts.max_model_len
+    places = parts.num_blocks * config.block_size
+    if places < longest - 1:  # the last token of a request has no K/V and needs no place
+        raise ValueError(
+            f"the KV cache has {places} places, too few for one row: each is reserved to "
+            f"max_model_len = {longest}. Lower max_model_len, or enlarge the cache"
+        )
+    row_len = min(longest, places)
+    rows = min(config.max_num_seqs, places // row_len)
+    cache = ContiguousKVCache(model.config, rows, row_len, model.dtype, model.device)
     return static_batch(parts, cache, rows)
 
 

@@ -4,9 +4,16 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from nanoteach.config import EngineConfig
 from nanoteach.course import installed, parts
 from nanoteach.course.pictures import Request, static_run
+from nanoteach.hub import TINY
+from nanoteach.kv_cache import StaticBatchGenerator
+from nanoteach.loader import load_model
+from nanoteach.stages import STAGES, Parts
+from nanoteach.types import SamplingParams
 
 TEXT = next((Path(__file__).parents[1] / "notebooks").glob("03_*.py")).read_text(encoding="utf-8")
 ALLOCATE = "nanoteach.block_manager.BlockManager.allocate"
@@ -49,3 +56,22 @@ def test_in_a_small_pool_it_runs_out() -> None:
 def test_the_folded_answer_mends_it() -> None:
     assert blocks_at_the_end(mended(), 1024) == 11
     assert blocks_at_the_end(mended(), 50) == 11
+
+
+def test_stage_2_refuses_a_memory_without_room_for_one_row() -> None:
+    """The notebook shows its words; a row may lack the place of the last token."""
+    model = load_model(TINY, "cpu", torch.float32, max_model_len=1024)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+
+    def served(num_blocks: int) -> StaticBatchGenerator:
+        config = EngineConfig(max_model_len=65, block_size=8, num_gpu_blocks_override=num_blocks)
+        generator = STAGES[1].build(Parts(model, config))
+        assert isinstance(generator, StaticBatchGenerator)
+        return generator
+
+    with pytest.raises(ValueError, match="56 places, too few for one row"):
+        served(7)
+    smallest = served(8)
+    assert smallest.cache.k.shape[1] == 64
+    longest = smallest.generate([[5] * 25], params)
+    assert longest == served(9).generate([[5] * 25], params)
