@@ -335,7 +335,32 @@ def test_the_numbers_in_the_pictures() -> None:
     assert "free, place" in words["prefix_tree"]
     assert "×2" in words["block_tables"]
     assert "27,868 tokens/s" in words["roofline"]
-    assert "not measured  (predicted 120)" in words["ladder"]
+    assert "not measured" in words["ladder"] and "bound 120" in words["ladder"]
+
+
+def test_a_measured_number_stands_at_its_bar_and_the_bound_at_its_tick() -> None:
+    rungs = [Rung("rows", 100, 506), Rung("pages", 300, 310), Rung("slow", 3, 9)]
+    figure = pictures.ladder({"here": rungs})
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    places = {text.get_text(): text for text in axes.texts}
+    assert 100 < places["100"].get_position()[0] < 130
+    assert places["bound 506"].get_position()[0] > 506
+    inside = places["300"].get_window_extent()
+    assert inside.x1 <= axes.transData.transform((300, 0))[0]
+    assert "3, bound 9" in places  # no room between the two
+
+
+def test_what_is_filled_has_its_name_however_little_it_is() -> None:
+    rows = [{"A": Held(5 + step, 1000, 1000)} for step in range(50)]
+    pages = [{"A": Held(5 + step, 64, 16)} for step in range(50)]
+    figure = pictures.reservation_and_pages(rows, pages)
+    figure.draw_without_rendering()
+    _, near, left, right = figure.axes
+    (name,) = (text for text in left.texts if text.get_text() == "filled")
+    assert name.get_position()[1] > 60 and name.get_color() == pictures.BLUE
+    assert "64 at most" in right.texts[0].get_text()
+    assert near.get_xlabel() == "tokens, drawn 15 times as large" and near.get_xlim()[1] < 100
 
 
 def test_empty_things_can_be_drawn() -> None:

@@ -172,10 +172,11 @@ def reservation_and_pages(
     at = min(len(rows), len(pages)) // 2 if at is None else at
     names = list(dict.fromkeys((*rows[at], *pages[at])))
     colours = colours_of(name for moment in (*rows, *pages) for name in moment)
-    widest = max(h.held for moment in (rows[at], pages[at]) for h in moment.values())
+    widest = [max(h.held for h in history[at].values()) for history in (rows, pages)]
+    zoom = max(1, widest[0] // widest[1])  # else pages are too small to be seen
     most = max(sum(h.held for h in moment.values()) for moment in (*rows, *pages))
     figure = canvas(5.0)
-    panels = figure.subplots(2, 2, sharex="row", sharey="row")
+    panels = figure.subplots(2, 2, sharey="row")
     for column, (history, title) in enumerate(zip((rows, pages), titles, strict=True)):
         now, over_time = panels[0][column], panels[1][column]
         for name, (filled, held, piece) in history[at].items():
@@ -183,9 +184,11 @@ def reservation_and_pages(
             box(now, 0, y - 0.38, held, 0.76, PALE, **HATCHED)
             box(now, 0, y - 0.38, filled, 0.76, colours[name])
             now.vlines(range(0, held + 1, piece), y - 0.38, y + 0.38, color=TEXT, lw=0.8)
-            say(now, held, y, f"  {filled} of {held}")
+            say(now, held, y, f"  {filled:,} of {held:,}")
         now.set_title(f"{title}: step {at + 1}")
-        now.set_xlabel("tokens")
+        closer = column == 1 and zoom > 1
+        now.set_xlabel(f"tokens, drawn {zoom} times as large" if closer else "tokens")
+        now.set_xlim(0, widest[0] * 1.25 / (zoom if column else 1))
 
         filled_at = [sum(h.filled for h in moment.values()) for moment in history]
         held_at = [sum(h.held for h in moment.values()) for moment in history]
@@ -196,18 +199,31 @@ def reservation_and_pages(
         share = sum(filled_at) / sum(held_at)
         over_time.set_title(f"all steps: {share:.0%} of what is held is filled", weight="normal")
         over_time.set_xlabel("step")
-        if column == 0:
-            x = 0.6 * len(rows)
-            y = filled_at[int(x)]
-            white = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
-            centred(over_time, x, y / 2, "filled", "white", fontsize=9, weight="bold")
-            centred(over_time, x, (y + held_at[int(x)]) / 2, "held, empty", fontsize=9, bbox=white)
-    panels[0][0].set_xlim(0, widest * 1.22)
+        label_areas(over_time, filled_at, held_at, most)
     panels[0][0].set_yticks(range(len(names)), names)
     panels[0][0].set_ylim(len(names) - 0.5, -0.5)
     panels[1][0].set_ylim(0, most * 1.05)
     panels[1][0].set_ylabel("tokens, all requests")
     return figure
+
+
+def label_areas(axes: Axes, filled: SequenceOf[int], held: SequenceOf[int], most: int) -> None:
+    """Name what is filled and what is held: inside where there is room, else above."""
+    at = int(0.6 * len(filled))
+    x, low, high = at + 1, filled[at], held[at]
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+    if high < 0.3 * most:
+        words = f"filled, and a little held and empty: {max(held):,} at most"
+        centred(axes, x, high + 0.12 * most, words, fontsize=9)
+        return
+    if low > 0.15 * most:
+        centred(axes, x, low / 2, "filled", "white", fontsize=9, weight="bold")
+    else:
+        style = {"fontsize": 9, "weight": "bold", "bbox": white}
+        centred(axes, x, low + 0.09 * most, "filled", BLUE, **style)
+        low += round(0.18 * most)
+    if high - low > 0.12 * most:
+        centred(axes, x, (low + high) / 2, "held, empty", fontsize=9, bbox=white)
 
 
 @drawing
@@ -432,12 +448,12 @@ def block_tables(pool: Pool, highlight: str | None = None, title: str = "") -> P
         say(tables, -0.15, y + 0.5, name, ha="right", fontsize=9, weight=weight)
         computed, size = pool.computed[name], pool.block_size
         for i, block in enumerate(table):
-            cell(tables, i, y, block, name)
+            colour = cell(tables, i, y, block, name)
             filled = min(max(computed - i * size, 0), size)
-            box(tables, i + 0.04, y + 0.84, 0.92 * filled / size, 0.1, TEXT)
+            box(tables, i + 0.12, y + 0.75, 0.76 * filled / size, 0.1, colour)
         room = f"{computed} of {len(table) * size} tokens"
         say(tables, len(table) + 0.15, y + 0.5, room, weight=weight)
-    key = f"dark edge: places filled of {pool.block_size}"
+    key = f"bar: places filled of {pool.block_size}"
     if any(len(pool.owners(block)) > 1 for block in range(pool.num_blocks)):
         key += "; grey: shared"
     tables.set_title(f"tables, in the order of the text ({key})", weight="normal", fontsize=9)
@@ -544,13 +560,13 @@ def one_request(moments: Mapping[str, Moment]) -> Picture:
         say(axes, -0.3, y + 0.5, label, ha="right", fontsize=9)
         computed, stop = moment.num_computed, moment.num_computed + moment.num_new
         for i in range(moment.num_tokens):
-            face = BLUE if i < computed else ORANGE if i < stop else "#FFFFFF"
+            face = PALE if i < computed else BLUE if i < stop else "#FFFFFF"
             box(axes, i + 0.04, y + 0.12, 0.92, 0.76, face, edgecolor=LINE)
             kind = "p" if i < moment.num_prompt else "g"
             centred(axes, i + 0.5, y + 0.5, kind, ink(face), fontsize=9)
         text = f"{computed} computed + {moment.num_new} new"
         say(axes, moment.num_tokens + 0.3, y + 0.5, text)
-    key = "blue: computed, orange: this step computes them, white: not yet"
+    key = "grey: K/V are kept, blue: this step computes them, white: no K/V yet"
     axes.set_title(f"{key}   (p: prompt, g: generated)", weight="normal", fontsize=9)
     return figure
 
@@ -565,21 +581,35 @@ class Rung(NamedTuple):
 
 @drawing
 def ladder(panels: Mapping[str, SequenceOf[Rung]]) -> Picture:
-    """Tokens/s of the stages so far, a panel for each machine: bars measured, ticks predicted."""
+    """Tokens/s of the stages so far, a panel for each machine: bars measured, ticks the bound."""
     figure = canvas(0.8 + 0.36 * max(map(len, panels.values())))
     sheets = figure.subplots(1, len(panels), squeeze=False)[0]
     colours = [BLUE, *[SKY] * len(panels)]
     for axes, colour, (title, rungs) in zip(sheets, colours, panels.items(), strict=False):
         most = max((n or 0 for rung in rungs for n in rung[1:]), default=0) or 1
+        right = most * (1.05 + 0.35 * len(panels))
+        letter_width = 0.07 * right / (WIDTH / len(panels) - 1.2)  # of 8 points, in tokens/s
         for y, (_, measured, predicted) in enumerate(rungs):
-            box(axes, 0, y - 0.3, measured or 0, 0.6, colour)
+            end, gap = measured or 0, 0.015 * right
+            box(axes, 0, y - 0.3, end, 0.6, colour)
             text = "not measured" if measured is None else number(measured)
+            width = len(text) * letter_width + gap
+            # The number belongs to the bar: in its end if a tick is in the way behind it.
+            blocked = predicted is not None and end <= predicted < end + width + gap
+            inside = blocked and end > width
+            if inside:
+                say(axes, end - gap, y, text, ink(colour), ha="right")
+            elif not blocked:
+                say(axes, end + gap, y, text)
             if predicted is not None:
                 axes.vlines(predicted, y - 0.4, y + 0.4, color=TEXT, lw=2)
-                text += f"  (predicted {number(predicted)})"
-            say(axes, max(measured or 0, predicted or 0) + 0.03 * most, y, text)
+                bound = f"bound {number(predicted)}"
+                if blocked and not inside:
+                    bound = f"{text}, {bound}"
+                over = end + gap + width if end > predicted else 0  # measured past its bound
+                say(axes, max(predicted + gap, over), y, bound, "#596066")
         lanes(axes, [rung.name for rung in rungs])
-        axes.set_xlim(0, most * (2.1 if any(rung.predicted for rung in rungs) else 1.25))
+        axes.set_xlim(0, right)
         axes.set_title(f"tokens/s, {title}")
         axes.spines["bottom"].set_visible(False)
         axes.spines["left"].set_visible(True)

@@ -297,8 +297,10 @@ def static_run(
     They are named by letters, in their order. `row_len` is the longest request's if left out.
     """
     requests = list(requests)
-    row_len = row_len or max(r.prompt_len + r.max_tokens for r in requests)
-    counter = CounterModel(row_len)
+    longest = max(r.prompt_len + r.max_tokens for r in requests)
+    row_len = row_len or longest
+    # A row may be one short, since a last token needs no place.
+    counter = CounterModel(max(row_len, longest))
     model = cast(Decoder, counter)
     machine = hardware_named(hardware) if isinstance(hardware, str) else hardware
     clock = RecordingClock(config, machine)
