@@ -34,6 +34,21 @@ def values(config, bytes_per_value=2):
     return 2 * config.num_layers * config.kv_size
 
 
+@wrong(KV_BYTES, "bytes_per_value is not used")
+def always_bfloat16(config, bytes_per_value=2):
+    return 2 * config.num_layers * config.kv_size * 2
+
+
+@wrong(KV_BYTES, "Keep the stub's arguments")
+def argument_lost(config):
+    return 2 * config.num_layers * config.kv_size * 2
+
+
+@wrong(KV_BYTES, "use //, not /")
+def by_a_float(config, bytes_per_value=2):
+    return config.num_layers * config.kv_size * bytes_per_value / 0.5
+
+
 @wrong(KV_BYTES, "width of the residual stream")
 def hidden(config, bytes_per_value=2):
     return 2 * config.num_layers * config.hidden_size * bytes_per_value
@@ -81,6 +96,20 @@ def whole_triangle(work):
 @wrong(ATTENDED, "each those before it and itself")
 def history_only(work):
     return sum(r.num_new * r.num_computed for r in work)
+
+
+@wrong(ATTENDED, "use //, not /")
+def float_triangle(work):
+    return sum(r.num_new * r.num_computed + r.num_new * (r.num_new + 1) / 2 for r in work)
+
+
+@wrong(ATTENDED, "expected 43,232 got 8,256 likely That is the first request alone")
+def returns_in_the_loop(work):
+    pairs = 0
+    for r in work:
+        pairs += r.num_new * r.num_computed + r.num_new * (r.num_new + 1) // 2
+        return pairs
+    return pairs
 
 
 FLOPS = "nanoteach.cost_model.step_flops"
@@ -132,6 +161,30 @@ def head_always(config, work):
     head = 2 * embedding_parameters(config)
     layers = 2 * config.num_layers * layer_matrix_parameters(config) * new
     return layers + attention_flops(config, work) + head
+
+
+@wrong(FLOPS, "The history went through the layers in earlier steps")
+def history_again(config, work):
+    tokens = sum(r.num_new + r.num_computed for r in work)
+    head = 2 * embedding_parameters(config) * sum(r.needs_logits for r in work)
+    layers = 2 * config.num_layers * layer_matrix_parameters(config) * tokens
+    return layers + attention_flops(config, work) + head
+
+
+@wrong(FLOPS, "attention_flops counts all layers already")
+def attention_times_layers(config, work):
+    new = sum(r.num_new for r in work)
+    head = 2 * embedding_parameters(config) * sum(r.needs_logits for r in work)
+    layer = 2 * layer_matrix_parameters(config) * new + attention_flops(config, work)
+    return config.num_layers * layer + head
+
+
+@wrong(FLOPS, "attention_flops has its factor 2 already")
+def two_everywhere(config, work):
+    new = sum(r.num_new for r in work)
+    head = embedding_parameters(config) * sum(r.needs_logits for r in work)
+    layers = config.num_layers * layer_matrix_parameters(config) * new
+    return 2 * (layers + attention_flops(config, work) + head)
 
 
 BYTES = "nanoteach.cost_model.step_bytes"
@@ -192,6 +245,52 @@ def always_two_bytes(config, work, bytes_per_value=2):
     return weights + sum(r.num_computed + r.num_new for r in work) * kv_bytes_per_token(config)
 
 
+@wrong(BYTES, "The head is read once if anyone wants logits, else not at all")
+def head_for_each_request(config, work, bytes_per_value=2):
+    if not work:
+        return 0
+    without = sum(not r.needs_logits for r in work)
+    weights = weight_bytes_read(config, bytes_per_value)
+    weights -= without * embedding_parameters(config) * bytes_per_value
+    tokens = sum(r.num_computed + r.num_new for r in work)
+    return weights + tokens * kv_bytes_per_token(config, bytes_per_value)
+
+
+@wrong(BYTES, "The head is read once if anyone wants logits, else not at all")
+def head_if_all_want_it(config, work, bytes_per_value=2):
+    if not work:
+        return 0
+    weights = weight_bytes_read(config, bytes_per_value)
+    if not all(r.needs_logits for r in work):
+        weights -= embedding_parameters(config) * bytes_per_value
+    tokens = sum(r.num_computed + r.num_new for r in work)
+    return weights + tokens * kv_bytes_per_token(config, bytes_per_value)
+
+
+@wrong(BYTES, "embedding_parameters gives values")
+def values_of_the_head(config, work, bytes_per_value=2):
+    if not work:
+        return 0
+    weights = weight_bytes_read(config, bytes_per_value)
+    if not any(r.needs_logits for r in work):
+        weights -= embedding_parameters(config)
+    tokens = sum(r.num_computed + r.num_new for r in work)
+    return weights + tokens * kv_bytes_per_token(config, bytes_per_value)
+
+
+@wrong(BYTES, "K/V count once: as they are written")
+def written_and_read(config, work, bytes_per_value=2):
+    tokens = sum(r.num_computed + 2 * r.num_new for r in work)
+    kv = tokens * kv_bytes_per_token(config, bytes_per_value)
+    return weight_bytes_read(config, bytes_per_value) + kv
+
+
+@wrong(BYTES, "Pairs are counted for FLOPs")
+def kv_of_every_pair(config, work, bytes_per_value=2):
+    kv = num_attended(work) * kv_bytes_per_token(config, bytes_per_value)
+    return weight_bytes_read(config, bytes_per_value) + kv
+
+
 SECONDS = "nanoteach.cost_model.Cost.seconds"
 
 
@@ -220,3 +319,8 @@ def copies(self, hardware):
 @wrong(SECONDS, "here that is moving the bytes")
 def flops_only(self, hardware):
     return self.flops / hardware.flops
+
+
+@wrong(SECONDS, "Upside down: FLOPs ÷ FLOPs a second are seconds")
+def upside_down(self, hardware):
+    return max(hardware.flops / self.flops, hardware.read_bandwidth / self.bytes)

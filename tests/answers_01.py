@@ -49,7 +49,7 @@ def in_half(x, weight, eps):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-@wrong(NORM, "Give back x's dtype")
+@wrong(NORM, "Give back the dtype that x came with")
 def stays_wide(x, weight, eps):
     x32 = x.float()
     return x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * weight
@@ -59,6 +59,26 @@ def stays_wide(x, weight, eps):
 def no_root(x, weight, eps):
     x32 = x.float()
     return (x32 / (x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+@wrong(NORM, "expected x as it was got x changed likely Your function changed x")
+def in_place(x, weight, eps):
+    y = x.float()
+    y *= torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    return y.to(x.dtype) * weight
+
+
+@wrong(NORM, "x was overwritten, and its first dtype is lost")
+def overwrites_x(x, weight, eps):
+    x = x.float()
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return x.to(x.dtype) * weight
+
+
+@wrong(NORM, "expected tensor([[-0.5455, 0.08321,")  # four digits
+def no_eps(x, weight, eps):
+    y = x.float()
+    return (y / y.pow(2).mean(-1, keepdim=True).sqrt()).to(x.dtype) * weight
 
 
 ROTARY = "nanoteach.model.apply_rotary"
@@ -101,6 +121,29 @@ def half_by_half(x, cos, sin):
     return torch.cat((a * cos, b * sin), dim=-1)
 
 
+@wrong(ROTARY, "from the new first half")
+def one_after_the_other(x, cos, sin):
+    a, b = x.chunk(2, dim=-1)
+    a = a * cos - b * sin
+    b = a * sin + b * cos
+    return torch.cat((a, b), dim=-1)
+
+
+@wrong(ROTARY, "The half is x.shape[-1] // 2, not 32")
+def always_32(x, cos, sin):
+    a, b = x[..., :32], x[..., 32:]
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+@wrong(ROTARY, "Your function changed x")
+def turns_in_place(x, cos, sin):
+    half = x.shape[-1] // 2
+    a, b = x[..., :half].clone(), x[..., half:].clone()
+    x[..., :half] = a * cos - b * sin
+    x[..., half:] = a * sin + b * cos
+    return x
+
+
 HEADS = "nanoteach.model.kv_head_map"
 
 
@@ -128,6 +171,17 @@ def one_for_each_kv_head(num_heads, num_kv_heads):
 @wrong(HEADS, "not a tensor")
 def tensor(num_heads, num_kv_heads):
     return torch.arange(num_kv_heads).repeat_interleave(num_heads // num_kv_heads)
+
+
+@wrong(HEADS, "use //, not /")
+def broken_heads(num_heads, num_kv_heads):
+    group = num_heads // num_kv_heads
+    return [head / group for head in range(num_heads)]
+
+
+@wrong(HEADS, "use //, not /")
+def floats_that_look_whole(num_heads, num_kv_heads):
+    return [head // (num_heads / num_kv_heads) for head in range(num_heads)]
 
 
 LOOP = "nanoteach.naive.NaiveGenerator.generate_one"
@@ -231,3 +285,21 @@ def one_too_few(self, prompt, params):
         if params.finish_reason(output[-1], len(output), self.eos_token_ids):
             break
     return output
+
+
+@wrong(LOOP, "max_tokens never stopped it")
+def only_an_end_token_stops_it(self, prompt, params):
+    output = []
+    while True:
+        output.append(self.next_token([*prompt, *output]))
+        if params.finish_reason(output[-1], len(output), self.eos_token_ids) == "stop":
+            return output
+
+
+@wrong(LOOP, "count them alone")
+def counts_the_prompt(self, prompt, params):
+    text = list(prompt)
+    while True:
+        text.append(self.next_token(text))
+        if params.finish_reason(text[-1], len(text), self.eos_token_ids):
+            return text

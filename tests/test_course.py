@@ -83,11 +83,10 @@ def test_a_wrong_answer_is_explained_and_leaves_the_package_in_place(folder):
     ).message
     assert message.splitlines() == [
         "kv_bytes_per_token: not right yet.",
-        "  case      Qwen3-0.6B in float32",
-        "  expected  229,376",
-        "  got       114,688",
+        "  case      3 layers, 10 query heads, 2 K/V heads of 7 values, 1 byte each",
+        "  expected  84",
+        "  got       42",
         "  likely    K and V are two: each layer keeps both.",
-        "  your line 2:  return config.num_layers * config.kv_size * bytes_per_value",
         "The notebook goes on with the package's version.",
     ]
     assert cost_model.kv_bytes_per_token is package
@@ -101,12 +100,60 @@ def test_a_wrong_answer_after_a_right_one_keeps_the_right_one_on_disk(folder):
     assert not parts.live() and (folder / f"{KV}.py").read_text() == RIGHT
 
 
+@pytest.mark.parametrize("stub", ["...", "size = 1\n    raise NotImplementedError"])
+def test_a_stub_after_a_wrong_answer_brings_the_kept_one_back(stub):
+    submit(KV, RIGHT)
+    submit(KV, body("return 1"))
+    outcome = submit(KV, body(stub))
+    assert outcome.state == "absent"
+    assert "your saved version is used" in outcome.message
+    assert cost_model.kv_bytes_per_token is parts.live()[KV]
+
+
+@pytest.mark.parametrize(
+    "definition",
+    ["def kv_bytes_per_token(config):",
+     "def kv_bytes_per_token(config, bytes_per_value):",
+     "def kv_bytes_per_token(config, bytes_per_value=4):",
+     "def kv_bytes_per_token(bytes_per_value, config=2):"],
+)  # fmt: skip
+def test_other_arguments_than_the_stub_s_are_named(definition):
+    source = f"{definition}\n    return 2 * config.num_layers * config.kv_size * bytes_per_value\n"
+    message = submit(KV, source).message
+    assert message.splitlines() == [
+        "kv_bytes_per_token: its arguments changed.",
+        "  expected  def kv_bytes_per_token(config, bytes_per_value=2)",
+        f"  got       {definition[:-1]}",
+        "  likely    Keep the stub's arguments: their names, order and defaults.",
+        "The notebook goes on with the package's version.",
+    ]
+
+
+@pytest.mark.parametrize("more", ["seen={}", "*rest", "**options"])
+def test_more_arguments_than_the_stub_s_do_no_harm(more):
+    right = RIGHT.replace("bytes_per_value=2", f"bytes_per_value=2, {more}")
+    assert submit(KV, right).state == "right"
+
+
+def test_where_the_course_wraps_an_answer_is_not_seen():
+    source = body("def inner(x):\n        return x\n    return inner()")
+    message = submit(KV, source).message
+    assert "kv_bytes_per_token.<locals>.inner() missing 1" in message and "make" not in message
+
+
 def test_an_exception_shows_the_learner_s_lines_alone():
     source = body("def inner():\n        return [][3]\n    return inner()")
     message = submit(KV, source).message
     assert "raised IndexError" in message and "list index out of range" in message
     assert "your line 4:  return inner()\n  your line 3:  return [][3]" in message
     assert "checks_00" not in message and "File" not in message
+
+
+def test_a_line_that_calls_itself_is_said_once():
+    message = submit(KV, body("return cost_model_of(config)")).message
+    assert message.count("your line") == 1
+    message = submit(KV, body("def f(n):\n        return f(n + 1)\n    return f(0)")).message
+    assert "raised RecursionError" in message and message.count("your line 3:") == 1
 
 
 @pytest.mark.parametrize(
@@ -186,7 +233,7 @@ def test_the_decorator_reads_the_cell_and_gives_what_is_in_place(capsys):
     def kv_bytes_per_token(config, bytes_per_value=2):
         return 2 * config.num_layers * config.kv_size * bytes_per_value
 
-    assert "right" in capsys.readouterr().out
+    assert "right. (Kept only when run in a notebook.)" in capsys.readouterr().out
     assert kv_bytes_per_token is cost_model.kv_bytes_per_token is parts.live()[KV]
     parts.reset_to({})
 
@@ -194,6 +241,18 @@ def test_the_decorator_reads_the_cell_and_gives_what_is_in_place(capsys):
     def kv_bytes_per_token(config, bytes_per_value=2): ...
 
     assert kv_bytes_per_token is cost_model.kv_bytes_per_token is parts.package_version(KV)
+
+
+def test_a_solution_run_as_a_script_writes_nothing(tmp_path):
+    root = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    del environment["NANOTEACH_PROGRESS"]
+    run = subprocess.run(
+        [sys.executable, str(root / "solutions/00_measure_first.py")],
+        capture_output=True, text=True, env=environment, cwd=tmp_path,
+    )  # fmt: skip
+    assert run.stdout.count(": right. ") == 5, run.stdout + run.stderr
+    assert not list(tmp_path.iterdir())
 
 
 # --- exchanging parts -----------------------------------------------------------------------------
@@ -254,8 +313,35 @@ def test_expect_equal_knows_tensors_lists_and_floats():
     assert "6 values differ, first at [2, 0]: expected 12, got 0" in caught.value.got
     with pytest.raises(Wrong, match=r"shape \[6, 4\]"):
         expect_equal("turned", x, x.T)
-    with pytest.raises(Wrong, match="got None"):
-        expect_equal("nothing", 3, None)
+
+
+def test_a_missing_return_is_named_and_an_attribute_that_is_none_is_not_one():
+    with pytest.raises(Wrong, match=r"got None\. Your function returned None"):
+        expect("nothing", lambda: None, to_be=3)
+    with pytest.raises(Wrong, match=r"got None\. $"):
+        expect_equal("an attribute", 3, None, lambda got: got.words)
+    with pytest.raises(Wrong, match=r"got None\. Nobody set it"):
+        expect_equal("an attribute", 3, None, "Nobody set it.")
+
+
+@pytest.mark.parametrize(
+    "expected, got, words",
+    [
+        (43232, 8256, ("43,232", "8,256")),
+        (1.7279232740402222, 1.0, ("1.728", "1.0")),
+        (34, 34.5, ("34", "34.5")),
+        (1.00001, 1.00003, ("1.00001", "1.00003")),
+        (123456.7, 2.5e20, ("123,457.0", "2.5e+20")),
+        ([1.0, 0.33333333], [1.0, 0.5], ("[1.0, 0.3333]", "[1.0, 0.5]")),
+        ((1, 2000), (1,), ("(1, 2000)", "(1,)")),
+        (torch.tensor([1.0, 0.5]), torch.tensor([0.99987, 0.5]),
+         ("tensor([1.0, 0.5]), shape [2]", "tensor([0.9999, 0.5]), shape [2]")),
+    ],
+)  # fmt: skip
+def test_numbers_are_short_and_alike_on_both_sides(expected, got, words):
+    with pytest.raises(Wrong) as caught:
+        expect_equal("numbers", expected, got)
+    assert (caught.value.expected, caught.value.got) == words
 
 
 def test_a_learner_s_function_gets_copies():
@@ -283,6 +369,24 @@ def test_predictions_are_kept(capsys):
     progress.predict("other", 2)
     assert progress.predictions() == {"speed": 100, "other": 2}
     assert "Kept: speed: 100 tokens/s." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["lots", True, [1]])
+def test_a_prediction_is_a_number(value, capsys):
+    progress.predict("speed", value, "tokens/s")
+    assert progress.predictions() == {}
+    assert "Not kept: speed: write a number" in capsys.readouterr().out
+
+
+def test_a_prediction_is_held_beside_what_came(capsys):
+    progress.reveal("speed", 31656.4, "tokens/s")
+    progress.predict("speed", 60000, "tokens/s")
+    progress.reveal("speed", 31656.4, "tokens/s")
+    progress.reveal("factor", 4.236)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "speed: it is 31,656 tokens/s."
+    assert shown[2] == "speed: you said 60,000; it is 31,656 tokens/s."
+    assert shown[3] == "factor: it is 4.24."
 
 
 def test_progress_names_the_part_the_request_and_the_step(capsys):

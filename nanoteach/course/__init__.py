@@ -7,6 +7,15 @@ Does not know: anything about serving. The engine never imports it.
 from nanoteach.course.display import quiz, show
 from nanoteach.course.exercises import exercise
 from nanoteach.course.parts import installed
-from nanoteach.course.progress import open_notebook, predict, predictions
+from nanoteach.course.progress import open_notebook, predict, predictions, reveal
 
-__all__ = ["exercise", "installed", "open_notebook", "predict", "predictions", "quiz", "show"]
+__all__ = [
+    "exercise",
+    "installed",
+    "open_notebook",
+    "predict",
+    "predictions",
+    "quiz",
+    "reveal",
+    "show",
+]

@@ -90,31 +90,47 @@ def check_of(target: str) -> Check:
 
 # --- for writers of checks ---------------------------------------------------------------------
 
+NOTHING_RETURNED = "Your function returned None: is a `return` missing?"
+
 _case = ""
+_if_raised: str | None = None
 
 
-def case(name: str) -> None:
-    """From here on, what goes wrong goes wrong in this case."""
-    global _case
-    _case = name
+def case(name: str, if_raised: str | None = None) -> None:
+    """From here on, what goes wrong goes wrong in this case.
+
+    if_raised: the likely mistake, should the learner's code raise in it.
+    """
+    global _case, _if_raised
+    _case, _if_raised = name, if_raised
 
 
-def current_case() -> str:
-    """The case that was last named."""
-    return _case
+def current_case() -> tuple[str, str | None]:
+    """The case that was last named, and the likely mistake if something is raised in it."""
+    return _case, _if_raised
 
 
-def expect(name: str, function: Function, *args: Any, to_be: Any, likely: Likely = None) -> None:
+def expect(
+    name: str,
+    function: Function,
+    *args: Any,
+    to_be: Any,
+    likely: Likely = None,
+    if_raised: str | None = None,
+) -> None:
     """Call a function on copies of `args` and compare its result; raises Wrong."""
-    case(name)
-    expect_equal(name, to_be, function(*copy.deepcopy(args)), likely)
+    case(name, if_raised)
+    got = function(*copy.deepcopy(args))
+    if got is None and to_be is not None:
+        raise Wrong(name, describe(to_be), "None", NOTHING_RETURNED)
+    expect_equal(name, to_be, got, likely)
 
 
 def expect_equal(name: str, expected: Any, got: Any, likely: Likely = None) -> None:
     """Raise Wrong unless the two are equal; floats, and tensors of them, to 5 digits."""
     case(name)
     if not equal(expected, got):
-        raise Wrong(name, describe(expected), describe_against(expected, got), hint(got, likely))
+        raise Wrong(name, *describe_both(expected, got), hint(got, likely))
 
 
 def equal(expected: Any, got: Any) -> bool:
@@ -143,35 +159,51 @@ def equal(expected: Any, got: Any) -> bool:
 
 
 def hint(got: Any, likely: Likely) -> str | None:
-    """The words that fit what came."""
-    if got is None:
-        return "Your function returned None: is a `return` missing?"
+    """The words that fit what came. A function of what came is never asked about None."""
     if likely is None or isinstance(likely, str):
         return likely
     if callable(likely):
-        return likely(got)
+        return None if got is None else likely(got)
     return next((words for wrong, words in likely if equal(wrong, got)), None)
 
 
-def describe(value: Any) -> str:
-    """A value in one line, shortened."""
+def describe(value: Any, digits: int = 4) -> str:
+    """A value in one line, shortened; floats to `digits` digits."""
     if isinstance(value, Tensor) and value.numel() > 16:
         return f"a tensor of shape {list(value.shape)}, {value.dtype}"
     if isinstance(value, Tensor):
-        return f"tensor({value.tolist()}), shape {list(value.shape)}"
-    text = f"{value:,}" if type(value) is int and abs(value) > 9999 else repr(value)
+        return f"tensor({_listed(value.tolist(), digits)}), shape {list(value.shape)}"
+    text = f"{value:,}" if type(value) is int else _listed(value, digits)
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def describe_against(expected: Any, got: Any) -> str:
-    """The same, and for large tensors of one shape the first place where they differ."""
-    text = describe(got)
+def _listed(value: Any, digits: int) -> str:
+    """As `repr` has it, but for the digits of floats, however deep in lists."""
+    if type(value) is float and math.isfinite(value):
+        large = 1e4 <= abs(value) < 1e15
+        text = f"{value:,.{digits - 4}f}" if large else f"{value:,.{digits}g}"
+        return text if set(text) & set(".e") else text + ".0"
+    if type(value) is list:
+        return "[" + ", ".join(_listed(part, digits) for part in value) + "]"
+    if type(value) is tuple:
+        inside = ", ".join(_listed(part, digits) for part in value)
+        return f"({inside},)" if len(value) == 1 else f"({inside})"
+    return repr(value)
+
+
+def describe_both(expected: Any, got: Any) -> tuple[str, str]:
+    """Two values that differ, with as many digits as it takes to see that they do.
+
+    For large tensors of one shape, with the first place where they differ.
+    """
+    texts = [(describe(expected, digits), describe(got, digits)) for digits in (4, 6, 9, 17)]
+    wanted, text = next((pair for pair in texts if pair[0] != pair[1]), texts[0])
     if isinstance(expected, Tensor) and isinstance(got, Tensor) and expected.shape == got.shape:
-        differ = (expected.double() - got.double()).abs() > 1e-5
+        differ = ~torch.isclose(expected.double(), got.double(), rtol=1e-5, atol=1e-5)
         if expected.numel() > 16 and differ.any():
             place = tuple(differ.nonzero()[0].tolist())
             text += (
                 f"; {int(differ.sum())} values differ, first at {list(place)}: "
                 f"expected {expected[place].item():.5g}, got {got[place].item():.5g}"
             )
-    return text
+    return wanted, text

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanoteach.config import ModelConfig
 from nanoteach.cost_model import SHAPES, Cost, Work
-from nanoteach.course.checking import check, expect
+from nanoteach.course.checking import Likely, Wrong, check, describe, expect
 from nanoteach.hardware import Hardware
 
 QWEN = SHAPES["qwen3-0.6b"]
@@ -21,21 +22,35 @@ ODD = ModelConfig(
 UNTIED = replace(ODD, tie_word_embeddings=False)
 
 
+def expect_count(
+    name: str, function: Callable[..., Any], *args: Any, to_be: int, likely: Likely
+) -> None:
+    """As `expect`, and no float: it is exact only up to 2**53."""
+    expect(name, function, *args, to_be=to_be, likely=likely)
+    if isinstance(got := function(*args), float):
+        raise Wrong(
+            name, describe(to_be), describe(got), "A count is a whole number: use //, not /."
+        )
+
+
 @check("nanoteach.cost_model.kv_bytes_per_token", "Bytes that one token leaves in the cache")
 def check_kv_bytes(kv_bytes_per_token: Callable[..., int]) -> None:
     """By hand: K and V, 28 layers, 8 heads of 128 values, 2 bytes: 114,688."""
     for name, config, width in (
+        # 1 byte comes first: with 4, a 2 in its place looks as if K or V were missing.
+        ("3 layers, 10 query heads, 2 K/V heads of 7 values, 1 byte each", ODD, 1),
         ("Qwen3-0.6B in float32", QWEN, 4),
         ("Qwen3-0.6B in bfloat16", QWEN, 2),
-        ("3 layers, 10 query heads, 2 K/V heads of 7 values, 1 byte each", ODD, 1),
     ):
         heads, dim, layers = config.num_kv_heads, config.head_dim, config.num_layers
         # Count what is really stored: one value at a time.
         one_layer = sum(torch.empty(heads, dim).numel() for _ in ("K", "V"))
         right = one_layer * layers * width
-        expect(
+        expect_count(
             name, kv_bytes_per_token, config, width, to_be=right,
             likely=[
+                (2 * one_layer * layers, "bytes_per_value is not used."),
+                (4 * one_layer * layers, "bytes_per_value is not used."),
                 (right // 2, "K and V are two: each layer keeps both."),
                 (right // layers, "Every layer keeps its own K and V."),
                 (
@@ -69,10 +84,14 @@ def check_num_attended(num_attended: Callable[[Sequence[Work]], int]) -> None:
         )
         new = sum(request.num_new for request in work)
         total = sum(request.num_new + request.num_computed for request in work)
-        expect(
+        expect_count(
             name, num_attended, work, to_be=right,
             likely=[
                 (right - new, "A token also attends to itself."),
+                (sum(key <= work[0].num_computed + query
+                     for query in range(work[0].num_new)
+                     for key in range(work[0].num_computed + work[0].num_new)) if work else None,
+                 "That is the first request alone. Is the `return` inside the loop?"),
                 (sum(r.num_new * (r.num_computed + r.num_new) for r in work),
                  "Causal: a new token does not see the new tokens after it."),
                 (sum(r.num_new * r.num_computed for r in work),
@@ -125,6 +144,7 @@ def check_step_flops(step_flops: Callable[..., int]) -> None:
     ):
         layers, attention, head = counted_flops(config, work)
         new = sum(r.num_new for r in work)
+        whole = sum(r.num_new + r.num_computed for r in work)
         right = layers + attention + head
         one_head = 2 * config.vocab_size * config.hidden_size
         wrong = [
@@ -136,6 +156,11 @@ def check_step_flops(step_flops: Callable[..., int]) -> None:
             (layers + attention, "The LM head is missing: 2 FLOPs for each of its values and row."),
             (layers + head, "Attention itself is missing: QK^T and PV grow with the history."),
             (layers // new + attention + head, "Every new token goes through every layer."),
+            (layers // new * whole + attention + head,
+             "The history went through the layers in earlier steps: only new tokens do now."),
+            (layers + attention * config.num_layers + head,
+             "attention_flops counts all layers already."),
+            (layers + attention * 2 + head, "attention_flops has its factor 2 already."),
             (layers // config.num_layers + attention + head,
              "layer_matrix_parameters is one layer's; the model has num_layers of them."),
             (layers // 2 + attention + head // 2,
@@ -143,7 +168,7 @@ def check_step_flops(step_flops: Callable[..., int]) -> None:
             (layers // 2 + attention + head,
              "A product of matrices multiplies and adds: 2 FLOPs for each value and token."),
         ]  # fmt: skip
-        expect(name, step_flops, config, work, to_be=right, likely=wrong)
+        expect_count(name, step_flops, config, work, to_be=right, likely=wrong)
 
 
 @check("nanoteach.cost_model.step_bytes", "Bytes that a step must move")
@@ -157,13 +182,29 @@ def check_step_bytes(step_bytes: Callable[..., int]) -> None:
         ("a prompt of 512 tokens", [Work(512, 0)], 2, weights + 512 * kv),
         ("the middle of a prompt: nobody wants logits", [Work(256, 512, needs_logits=False)], 2,
          weights - head + 768 * kv),
+        ("the middles of two prompts", [Work(256, 512, False), Work(100, 0, False)], 2,
+         weights - head + (768 + 100) * kv),
+        ("a decode beside the beginning of a prompt", [Work(1, 1024), Work(512, 0, False)], 2,
+         weights + (1025 + 512) * kv),
         ("one decode in float32", [Work(1, 1024)], 4, 2 * (weights + 1025 * kv)),
         ("an empty step", [], 2, 0),
     ):  # fmt: skip
         read = sum(r.num_computed for r in work)
         written = sum(r.num_new for r in work)
         scale = width // 2
+        pairs = sum(r.num_new * r.num_computed + r.num_new * (r.num_new + 1) // 2 for r in work)
+        without = sum(not r.needs_logits for r in work)
         wrong = [
+            (right + head // 2 * scale,
+             "embedding_parameters gives values. How many bytes does each take?"),
+            (right - head * scale,
+             "The head is read once if anyone wants logits, else not at all."),
+            (scale * (weights - head * without + (read + written) * kv),
+             "The head is read once if anyone wants logits, else not at all."),
+            (right + scale * written * kv,
+             "The new tokens' K/V count once: as they are written."),
+            (right + scale * (pairs - read - written) * kv,
+             "Pairs are counted for FLOPs. Here count tokens: each has its K/V once."),
             (scale * (weights + (read + written) * kv),
              "With no logits wanted, the LM head is not read; with no work, nothing is."),
             (scale * (weights * len(work) + (read + written) * kv),
@@ -177,7 +218,7 @@ def check_step_bytes(step_bytes: Callable[..., int]) -> None:
             (right // scale,
              "Count with bytes_per_value, for the weights and for K/V."),
         ]  # fmt: skip
-        expect(name, step_bytes, QWEN, work, width, to_be=right, likely=wrong)
+        expect_count(name, step_bytes, QWEN, work, width, to_be=right, likely=wrong)
 
 
 @check("nanoteach.cost_model.Cost.seconds", "The bound: which of the two binds")
@@ -185,13 +226,15 @@ def check_seconds(seconds: Callable[[Cost, Hardware], float]) -> None:
     """By hand, on a toy machine of 100 FLOP/s, 10 bytes/s read and 5 bytes/s copied."""
     toy = Hardware("toy", flops=100.0, read_bandwidth=10.0, copy_bandwidth=5.0, source="by hand")
     for name, cost, right in (
-        ("200 FLOPs and 10 bytes", Cost(200, 10), 2.0),
+        ("300 FLOPs and 20 bytes", Cost(300, 20), 3.0),
         ("200 FLOPs and 30 bytes", Cost(200, 30), 3.0),
         ("700 FLOPs and 50 bytes", Cost(700, 50), 7.0),
         ("nothing", Cost(0, 0), 0.0),
     ):
         computing, moving = cost.flops / 100, cost.bytes / 10
         wrong = [
+            (max(100 / cost.flops, 10 / cost.bytes) if cost.flops else None,
+             "Upside down: FLOPs ÷ FLOPs a second are seconds, and so for bytes."),
             (computing + moving,
              "A perfect program computes while it moves bytes: the times overlap."),
             (max(computing, cost.bytes / 5),

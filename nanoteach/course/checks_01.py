@@ -7,10 +7,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoteach.course.checking import Wrong, case, check, describe, expect, expect_equal
+from nanoteach.course.checking import (
+    Likely,
+    Wrong,
+    case,
+    check,
+    current_case,
+    describe,
+    expect,
+    expect_equal,
+)
 from nanoteach.model import Decoder
 from nanoteach.naive import NaiveGenerator
 from nanoteach.types import SamplingParams
+
+
+def expect_untouched(
+    name: str,
+    function: Callable[..., Any],
+    x: Tensor,
+    *args: Any,
+    to_be: Tensor,
+    likely: Likely,
+    if_raised: str | None = None,
+) -> None:
+    """As `expect`, and `x` is what it was."""
+    given = x.clone()
+    expect(name, lambda *args: function(given, *args), *args,
+           to_be=to_be, likely=likely, if_raised=if_raised)  # fmt: skip
+    if not torch.equal(given, x):
+        raise Wrong(
+            name, "x as it was", "x changed",
+            "Your function changed x, which others still need. In float32, x.float() is x itself, "
+            "and a slice of x lies in x: write `y = y * ...`, not `y *= ...`.",
+        )  # fmt: skip
 
 
 @check("nanoteach.model.rms_norm", "RMS norm")
@@ -38,7 +68,7 @@ def check_rms_norm(rms_norm: Callable[[Tensor, Tensor, float], Tensor]) -> None:
              "That is LayerNorm. RMS norm does not subtract the mean."),
         ]  # fmt: skip
         right = F.rms_norm(x, (5,), weight, eps)
-        expect(name, rms_norm, x, weight, eps, to_be=right, likely=wrong)
+        expect_untouched(name, rms_norm, x, weight, eps, to_be=right, likely=wrong)
     half = torch.tensor([[300.0, -300.0, 300.0, 300.0]], dtype=torch.float16)
     name, ones = "values of 300 in float16", torch.ones(4, dtype=torch.float16)
     # The mean square is 90,000, its root 300.
@@ -49,12 +79,21 @@ def check_rms_norm(rms_norm: Callable[[Tensor, Tensor, float], Tensor]) -> None:
     )  # fmt: skip
     got = rms_norm(half.clone(), ones, 1e-6)
     if got.dtype != torch.float16:
-        raise Wrong(name, "float16", got.dtype, "Give back x's dtype: .to(x.dtype).")
+        raise Wrong(
+            name, "float16", str(got.dtype).removeprefix("torch."),
+            "Give back the dtype that x came with: .to(x.dtype). After `x = x.float()` x was "
+            "overwritten, and its first dtype is lost: give the new tensor another name.",
+        )  # fmt: skip
 
 
 @check("nanoteach.model.apply_rotary", "RoPE at a position")
 def check_apply_rotary(apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """A turn in the plane is a product with a complex number of length 1."""
+    try:  # a half of 32, as the notebook's model has it, whatever the size of x
+        apply_rotary(torch.zeros(1, 1, 64), torch.ones(1, 1, 32), torch.zeros(1, 1, 32))
+        if_raised = "A head has 4 values here, not 64. The half is x.shape[-1] // 2, not 32."
+    except Exception:
+        if_raised = None
     cases = [
         ("the example: one token, one head [1, 2, 3, 4], a quarter turn and none",
          torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]), torch.tensor([[[torch.pi / 2, 0.0]]])),
@@ -82,6 +121,8 @@ def check_apply_rotary(apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor])
              "A turn keeps a point's length: one of the two products with sin is subtracted."),
             (torch.cat((a * cos - b * sin, b * cos - a * sin), -1),
              "A turn keeps a point's length: only one of the products with sin is subtracted."),
+            (torch.cat((a * cos - b * sin, (a * cos - b * sin) * sin + b * cos), -1),
+             "The second half is made from the new first half: use the old one for both."),
             (torch.cat((a * cos, b * sin), -1),
              "Each new value is made of both old ones: the point moves in its plane."),
             (torch.stack((turned.real, turned.imag), -1).flatten(-2),
@@ -89,7 +130,10 @@ def check_apply_rotary(apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor])
             (torch.cat((turned.imag, turned.real), -1),
              "The two halves have changed places."),
         ]  # fmt: skip
-        expect(name, apply_rotary, x, cos, sin, to_be=halves(turned), likely=wrong)
+        expect_untouched(
+            name, apply_rotary, x, cos, sin,
+            to_be=halves(turned), likely=wrong, if_raised=if_raised,
+        )  # fmt: skip
 
 
 def halves(points: Tensor) -> Tensor:
@@ -109,6 +153,8 @@ def check_kv_head_map(kv_head_map: Callable[[int, int], list[int]]) -> None:
             if not isinstance(got, (list, tuple)):
                 return "A list is wanted, with one K/V head for each query head."
             got = list(got)
+            if any(isinstance(part, float) for part in got):
+                return "These are numbers of heads, so whole numbers: use //, not /."
             if got == [head % kv_heads for head in range(heads)]:
                 return "Neighbours share a K/V head. This deals them out in turn."
             if got == [head // kv_heads for head in range(heads)]:
@@ -124,6 +170,9 @@ def check_kv_head_map(kv_head_map: Callable[[int, int], list[int]]) -> None:
 
         name = f"{heads} query heads, {kv_heads} K/V heads"
         expect(name, kv_head_map, heads, kv_heads, to_be=right, likely=likely)
+        got = kv_head_map(heads, kv_heads)
+        if any(isinstance(part, float) for part in got):  # 1.0 equals 1, and is no index
+            raise Wrong(name, describe(right), describe(got), likely(got))
 
 
 def pretended(token_ids: Any) -> int:
@@ -158,7 +207,7 @@ def check_generate_one(generate_one: Callable[..., list[int]]) -> None:
     ):  # fmt: skip
         case(name)
         asked: list[list[int]] = []
-        generator = pretending_generator(eos, asked)
+        generator = pretending_generator(eos, asked, params)
         own = list(prompt)
         got = generator.generate_one(own, params)
         if own != prompt:
@@ -168,10 +217,20 @@ def check_generate_one(generate_one: Callable[..., list[int]]) -> None:
         expect_equal(name, right, got, likely_of_loop(prompt, right, asked, params, eos))
 
 
-def pretending_generator(eos: tuple[int, ...], asked: list[list[int]]) -> NaiveGenerator:
-    """A generator whose model is pretended, and which notes what it is asked."""
+def pretending_generator(
+    eos: tuple[int, ...], asked: list[list[int]], params: SamplingParams
+) -> NaiveGenerator:
+    """A generator whose model is pretended, notes what it is asked, and does not go on forever."""
+    most = params.max_tokens or 0
 
     def next_token(token_ids: Any) -> int:
+        if len(asked) == most + 5:
+            raise Wrong(
+                current_case()[0], f"at most {most} tokens",
+                f"a loop that asks for token {most + 6}",
+                "max_tokens never stopped it: ask params.finish_reason after each token, with the "
+                "number of output tokens, and stop at \"length\" too.",
+            )  # fmt: skip
         asked.append(list(token_ids))
         return pretended(token_ids)
 
@@ -194,8 +253,8 @@ def likely_of_loop(
         if not isinstance(got, (list, tuple)):
             return "A list of token ids is wanted."
         got = list(got)
-        if got == [*prompt, *right]:
-            return "Return the generated tokens alone, without the prompt."
+        if got[: len(prompt)] == prompt:
+            return "Return the generated tokens alone, without the prompt, and count them alone."
         if got == right[:-1] and right[-1] in (*eos, *params.stop_token_ids):
             return "The end token belongs to the output: append first, then ask if it is over."
         if len(asked) > 1 and asked[1] == asked[0]:

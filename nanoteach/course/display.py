@@ -24,17 +24,22 @@ class _Shown:
         return str(self.faces["text/plain"])
 
 
-def _display(shown: _Shown) -> None:
+def in_notebook() -> bool:
+    """Whether a notebook (or another IPython) runs this, and no script."""
     try:
         from IPython import get_ipython
-        from IPython.display import display
     except ImportError:
+        return False
+    return get_ipython() is not None
+
+
+def _display(shown: _Shown) -> None:
+    if not in_notebook():
         print(shown)
         return
-    if get_ipython() is None:
-        print(shown)
-    else:
-        display(shown)
+    from IPython.display import display
+
+    display(shown)
 
 
 def show(target: str) -> None:
@@ -70,10 +75,9 @@ def _radio(question: str, options: list[str], answer: int, because: str) -> dict
     """The widget's face, or nothing where ipywidgets is missing or no notebook is there."""
     try:
         import ipywidgets as widgets
-        from IPython import get_ipython
     except ImportError:
         return {}
-    if get_ipython() is None:
+    if not in_notebook():
         return {}
     choice = widgets.RadioButtons(options=options, value=None, layout={"width": "max-content"})
     verdict = widgets.HTML()

@@ -12,16 +12,17 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Literal
 
 import torch
 
 from nanoteach.course import parts
-from nanoteach.course.checking import Wrong, case, check_of, current_case
+from nanoteach.course.checking import NOTHING_RETURNED, Wrong, case, check_of, current_case
+from nanoteach.course.display import in_notebook
 from nanoteach.course.limits import TimeUp, time_limit
 from nanoteach.course.parts import Function, Target
-from nanoteach.course.progress import has_part, save_part
+from nanoteach.course.progress import has_part, save_part, saved_part
 
 GOES_ON = "The notebook goes on with the package's version."
 
@@ -37,20 +38,23 @@ class Outcome:
 def exercise(target: str) -> Callable[[Function], Any]:
     """Decorator over an answer: check it, and put it in the place of `target` if it is right.
 
-    The decorated name becomes what now stands there: the answer, or the package's version.
+    The decorated name becomes what now stands there: the answer, or the package's version. In a
+    script, `python solutions/NN_name.py` for one, nothing is kept.
     """
 
     def decorate(function: Function) -> Any:
         lines, first_line = inspect.getsourcelines(function)
         filename = function.__code__.co_filename
-        print(submit(target, "".join(lines), filename, first_line).message)
+        print(submit(target, "".join(lines), filename, first_line, keep=in_notebook()).message)
         return parts.live().get(target, parts.package_version(target))
 
     return decorate
 
 
-def submit(path: str, source: str, filename: str = "", first_line: int = 1) -> Outcome:
-    """Check the answer in `source`; if it is right, install and save it."""
+def submit(
+    path: str, source: str, filename: str = "", first_line: int = 1, keep: bool = True
+) -> Outcome:
+    """Check the answer in `source`; if it is right, install it, and save it if `keep`."""
     target = parts.resolve(path)
     source = textwrap.dedent(source)
     if is_stub(parts.definition(source)):
@@ -62,13 +66,19 @@ def submit(path: str, source: str, filename: str = "", first_line: int = 1) -> O
     outcome = judge(target, function, filename)
     if outcome.state == "right":
         parts.install(path, function)
-        save_part(path, source)
+        if keep:
+            save_part(path, source)
+        else:
+            return Outcome("right", f"{target.short}: right. (Kept only when run in a notebook.)")
     elif outcome.state == "wrong":
         parts.uninstall(path)
     return outcome
 
 
 def _absent(target: Target) -> Outcome:
+    """Nothing was written, so a right answer of before takes its place again."""
+    if target.path not in parts.live() and (kept := saved_part(target.path)):
+        parts.install(target.path, kept)
     which = "your saved version" if target.path in parts.live() else "the package's version"
     return Outcome("absent", f"{target.short}: not written here yet, {which} is used.")
 
@@ -89,12 +99,19 @@ def is_stub(function: ast.FunctionDef) -> bool:
 def judge(target: Target, function: Function, filename: str) -> Outcome:
     """Run the check with the function in place, and every other part the package's own."""
     check = check_of(target.path)
+    if wanted := _other_arguments(target, function):
+        rows = [
+            ("expected", f"def {target.name}{wanted}"),
+            ("got", f"def {target.name}{_arguments(function)}"),
+            ("likely", "Keep the stub's arguments: their names, order and defaults."),
+        ]
+        return _wrong(target, "its arguments changed", rows, [])
     case("the first call")
-    last_return: list[int] = []
+    returned: list[Any] = []
     try:
         with (
             parts.installed({target.path: function}),
-            watch_returns(code_of(function), last_return),
+            watch_returns(function) as returned,
             seeded(),
             time_limit(check.seconds, filename),
         ):
@@ -103,14 +120,14 @@ def judge(target: Target, function: Function, filename: str) -> Outcome:
         return _absent(target)
     except Wrong as wrong:
         rows = [("case", wrong.case), ("expected", wrong.expected), ("got", wrong.got)]
-        if wrong.hint:
-            rows.append(("likely", wrong.hint))
-        lines = _line(filename, last_return[-1]) if last_return else []
-        return _wrong(target, "not right yet", rows, lines)
+        forgot = str(wrong.got) == "None" and returned == [None] and _gives_a_value(target)
+        if likely := NOTHING_RETURNED if forgot else wrong.hint:
+            rows.append(("likely", likely))
+        return _wrong(target, "not right yet", rows, [])
     except TimeUp as error:
         lines = _learner_lines(error, filename)
         rows = [
-            ("case", current_case()),
+            ("case", current_case()[0]),
             ("expected", f"an answer within {check.seconds:g} seconds"),
             ("got", "none: it was stopped"),
             ("likely", "A loop that never ends. Does what its condition reads change inside it?"),
@@ -118,12 +135,15 @@ def judge(target: Target, function: Function, filename: str) -> Outcome:
         return _wrong(target, "took too long", rows, lines)
     except (Exception, SystemExit) as error:
         lines = _learner_lines(error, filename)
-        rows = [("case", current_case()), ("got", f"{type(error).__name__}: {error}")]
-        if lines:
-            rows += _about_names(error, target)
-        else:
+        name, if_raised = current_case()
+        text = str(error).replace("make.<locals>.", "")  # see parts.build
+        rows = [("case", name), ("got", f"{type(error).__name__}: {text}")]
+        if not lines:
             rows.append(("likely", "The package's code failed on what your function returned."))
-            lines = _line(filename, last_return[-1]) if last_return else []
+        elif about := _about_names(error, target):
+            rows += about
+        elif if_raised:
+            rows.append(("likely", if_raised))
         return _wrong(target, f"raised {type(error).__name__}", rows, lines)
     note = "Your version now runs in the engine, and is kept."
     return Outcome("right", f"{target.short}: right. {note}")
@@ -155,34 +175,62 @@ def _wrong(target: Target, what: str, rows: list[tuple[str, Any]], lines: list[s
 def _learner_lines(error: BaseException, filename: str) -> list[str]:
     """The traceback, of the learner's own lines alone."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == filename]
-    shown = frames if len(frames) <= 6 else [*frames[:3], *frames[-3:]]
-    return [line for frame in shown for line in _line(filename, frame.lineno or 1)]
+    numbers = list(dict.fromkeys(frame.lineno or 1 for frame in frames))
+    shown = numbers if len(numbers) <= 6 else [*numbers[:3], *numbers[-3:]]
+    return [f"  your line {n}:  {linecache.getline(filename, n).strip()}" for n in shown]
 
 
-def _line(filename: str, number: int) -> list[str]:
-    return [f"  your line {number}:  {linecache.getline(filename, number).strip()}"]
-
-
-def code_of(function: Any) -> CodeType | None:
-    """The code of a function, under its decorators if they say what they wrap."""
+def _plain(function: Any) -> Any:
+    """The function under its decorators, if they say what they wrap."""
     if isinstance(function, property):
         function = function.fget
-    code: CodeType | None = getattr(inspect.unwrap(function), "__code__", None)
-    return code
+    elif isinstance(function, (staticmethod, classmethod)):
+        function = function.__func__
+    return inspect.unwrap(function)
+
+
+def _arguments(function: Any) -> inspect.Signature:
+    """What a function takes, without annotations."""
+    signature = inspect.signature(_plain(function))
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return signature.replace(parameters=bare, return_annotation=signature.empty)
+
+
+def _other_arguments(target: Target, function: Any) -> inspect.Signature | None:
+    """The package's arguments, if an answer could not be called as the package's is.
+
+    More arguments than those, with defaults, do no harm.
+    """
+    package = _arguments(parts.package_version(target.path))
+    wanted, got = (list(s.parameters.values()) for s in (package, _arguments(function)))
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in got):
+        return None
+    more = got[len(wanted) :]
+    same = got[: len(wanted)] == wanted and all(p.default is not p.empty for p in more)
+    return None if same else package
+
+
+def _gives_a_value(target: Target) -> bool:
+    """Whether the package's version holds a `return` with a value."""
+    source = parts.source_of(parts.package_version(target.path))
+    nodes = ast.walk(parts.definition(source))
+    return any(isinstance(node, ast.Return) and node.value for node in nodes)
 
 
 @contextmanager
-def watch_returns(code: CodeType | None, lines: list[int]) -> Iterator[None]:
-    """Note in `lines` at which line the code last returned."""
+def watch_returns(function: Any) -> Iterator[list[Any]]:
+    """A list that holds what the function last returned, once it has."""
+    last: list[Any] = []
+    code = getattr(_plain(function), "__code__", None)
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
         if event == "return" and frame.f_code is code:
-            lines[:] = [frame.f_lineno]
+            last[:] = [argument]
 
     before = sys.getprofile()
     sys.setprofile(look)
     try:
-        yield
+        yield last
     finally:
         sys.setprofile(before)
 

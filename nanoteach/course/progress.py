@@ -99,10 +99,24 @@ def predict(name: str, value: Any, unit: str = "") -> None:
     if value is ... or value is None:
         print(f"No prediction yet: {name}.")
         return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        print(f"Not kept: {name}: write a number, such as 250, in the place of {value!r}.")
+        return
     kept = predictions() | {name: value}
     progress_folder().mkdir(parents=True, exist_ok=True)
     (progress_folder() / "predictions.json").write_text(json.dumps(kept, indent=1) + "\n")
-    print(f"Kept: {name}: {value} {unit}".rstrip() + ".")
+    print(f"Kept: {name}: {value:,} {unit}".rstrip() + ".")
+
+
+def reveal(name: str, value: float, unit: str = "") -> None:
+    """Say how it is, beside what was predicted under this name."""
+
+    def number(x: float) -> str:
+        return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
+
+    said = predictions().get(name)
+    you = f"you said {number(said)}; " if isinstance(said, (int, float)) else ""
+    print(f"{name}: {you}it is {number(value)} {unit}".rstrip() + ".")
 
 
 def predictions() -> dict[str, Any]:
