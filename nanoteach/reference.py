@@ -48,9 +48,18 @@ def open_model(
 ) -> HFModel:
     """A model folder as transformers opens it."""
     from transformers import AutoModelForCausalLM  # slow to import, so only where it is needed
+    from transformers.utils import logging
 
-    # The dtype goes in here: `.to(torch.bfloat16)` later would also round the rotary frequencies.
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # a bar for each weight says nothing to whoever compares tokens
+    try:
+        # The dtype goes in here: `.to(torch.bfloat16)` later would also round the rotary
+        # frequencies.
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    return model.to(device).eval()
 
 
 def references(
