@@ -126,7 +126,25 @@ for name, run in (("rows", rows), ("pages", pages)):
 # this memory held tokens (Kwon et al., whose paper brought pages to serving; see the end).
 #
 # The waste of the pages has one part: the last page of each request is partly empty. It does not
-# grow with the text.
+# grow with the text. (K/V of requests that are done count as filled here. In the picture, A, B, D
+# and E were done at step 16 or before, and they still hold their pages. 04 ends that.) How much of
+# what the pages hold is filled, and for a request that still writes?
+
+# %%
+stays = pictures.static_stays(pages.steps, [len(o) for o in in_rows])
+last_steps = {stay.name: stay.working[-1] for stay in stays}
+held = sum(row.held for moment in pages.memory for row in moment.values())
+needed = sum(
+    row.filled
+    for number, moment in enumerate(pages.memory, 1)
+    for name, row in moment.items()
+    if number <= last_steps[name]
+)
+print("last step of each request:", last_steps)
+print(f"{needed / held:.1%} of what is held is filled, and its request still writes")
+
+# %% [markdown]
+# The rest is held for requests that are done, or empty at the end of a page.
 #
 # ## What the waste costs
 #
@@ -193,8 +211,9 @@ for together in (reserved, used):
 # ## A pool, cut into blocks
 #
 # The idea is an old one: it is how operating systems give memory to programs. Cut the memory into
-# **blocks** of equal size. Let each request keep a list of the blocks it has, its **block table**.
-# The request's text is one line; its blocks may lie anywhere in the pool.
+# **blocks** of equal size (the pages of the picture; both words are in use). Let each request keep
+# a list of the blocks it has, its **block table**. The request's text is one line; its blocks may
+# lie anywhere in the pool.
 #
 # An example, with blocks of 4 tokens. A text has 9 tokens, and its table is `[5, 2, 7]`:
 #
@@ -243,7 +262,8 @@ show("nanoteach.block_manager.blocks_needed")
 # %%
 for tokens in (1, 15, 16, 17, 236):
     blocks = blocks_needed(tokens, 16)
-    print(f"{tokens:3} tokens: {blocks:2} blocks of 16, {16 * blocks - tokens:2} places empty")
+    word = "block " if blocks == 1 else "blocks"
+    print(f"{tokens:3} tokens: {blocks:2} {word} of 16, {16 * blocks - tokens:2} places empty")
 
 # %% [markdown]
 # With blocks of 16, a request never wastes more than 15 places. That is what makes the right half
@@ -312,6 +332,7 @@ show("nanoteach.block_manager.BlockManager.allocate")
 
 # %% [markdown]
 # Three requests in a pool of 24 blocks of 4. All decode, and all grow by a token in each step.
+# (`Row` is stage 3's owner: a name and a table. No place is reserved for it.)
 
 # %%
 manager = BlockManager(24, 4)
@@ -342,8 +363,8 @@ pictures.block_tables(pool(), highlight="F", title="three requests")
 
 # %% [markdown]
 # F's blocks are scattered over the pool, and it does not matter: its table knows them, in the order
-# of the text. Now B is done and gives its blocks back. They go to the end of the line of free ones.
-# A and F go on, and in the end they live in places that were B's.
+# of the text. Now B is done and gives its blocks back, the last of its table first. They go to the
+# end of the line of free ones. A and F go on, and in the end they live in places that were B's.
 
 # %%
 manager.free(owners["B"])
@@ -358,6 +379,10 @@ print("What is wrong, says the manager:", manager.check(owners.values()) or "not
 pictures.block_tables(pool(), highlight="F", title="B is gone, A and F have grown")
 
 # %% [markdown]
+# Why the last one first? Here it makes no difference. In notebook 05, free blocks still hold K/V
+# that a later request may use again. Blocks at the front of the line are overwritten first, and the
+# beginning of a text is worth keeping longest.
+#
 # `manager.check` walks over all blocks and all tables. It finds a block with two owners, one that
 # is free and held, and one that is lost. In a program like this almost every mistake is a block in
 # the wrong hands, so tests call it after every step.
@@ -483,7 +508,8 @@ print("V as it was:", torch.equal(values[:num_tokens], v))
 #   are padded with block 0. What is gathered for the padding is hidden by the same mask.
 #
 # Gathering copies the history in every step, which is bytes for nothing. A real kernel reads K/V
-# through the table, in place. You write one in notebook 07; what is around it stays as it is.
+# through the table, in place. You write one in notebook 07 (being written); what is around it stays
+# as it is.
 #
 # ## Plug it in
 #
@@ -496,7 +522,16 @@ print("V as it was:", torch.equal(values[:num_tokens], v))
 # wait; that comes in notebook 04, and the pages stay as they are.
 #
 # The six chats again, each with `max_tokens` as long as its answer was, in a memory of 640 places.
-# Stage 2 could not reserve a single row in it.
+# Stage 2 cannot reserve a single row in it:
+
+# %%
+try:
+    stage(2, 640)
+except ValueError as error:
+    print(error)
+
+# %% [markdown]
+# Stage 3 serves all six at once:
 
 # %%
 trace = Trace()
@@ -545,10 +580,23 @@ for name, width in (("rows", 4), ("pages", 24)):
     print(f"{name:6} {len(steps):3} steps, {work / len(steps):4.1f} requests in each")
 
 # %% [markdown]
-# Now on this machine: the prediction from its measured ceilings, and beside it the wall clock.
+# Five times fewer steps. On this machine, is that five times the speed? The cost model says no.
+# Here is one step of each kind, 40 tokens in each request, on the machine's measured ceilings:
 
 # %% tags=["nbval-ignore-output"]
 here = measure("cpu")
+for width in (4, 24):
+    cost = step_cost(model.config, [Work(1, 40)] * width, bytes_per_value=4)
+    milliseconds = 1000 * cost.seconds(here)
+    print(f"{width:2} requests: {milliseconds:5.1f} ms a step, limited by {cost.limit(here)}")
+
+# %% [markdown]
+# If computing limits the wide step, it takes longer, and part of the gain is lost. (On a CPU with
+# many cores, memory may limit both.)
+#
+# Now the prediction for the whole run, and beside it the wall clock.
+
+# %% tags=["nbval-ignore-output"]
 num_output = sum(s.max_tokens for s in wanted)
 speeds = {}
 for number, name in ((2, "rows"), (3, "pages")):
@@ -566,28 +614,31 @@ for which in ("predicted", "measured"):
 pictures.ladder({"this machine": list(speeds.values())})
 
 # %% [markdown]
-# Often the gain is larger than predicted, and both speeds are below the bound. The bound counts
-# bytes and FLOPs. A model as small as `tiny` spends much of a step on what the bound leaves out:
-# the time that the host needs to start each small operation. That is paid once a step, however
-# many requests share it, and pages take far fewer steps.
+# Both speeds are below the bound. The gain may be larger than predicted, or smaller. The bound
+# counts bytes and FLOPs, and a model as small as `tiny` spends much of a step on what the bound
+# leaves out. To start an operation takes the same time for 4 requests as for 24: that is for the
+# pages. Stage 3 copies every history before it attends: that is against them.
 #
-# And the H200? 128 requests come at the same moment, 512 tokens in and 512 out, in 14 GiB. This is
-# the course's own stage 2 and stage 3, on the virtual clock.
+# And the H200? 128 requests come at the same moment, 512 tokens in and 512 out, in 14 GiB, with a
+# limit of 4,096 tokens: 32 rows, as above. In pages all 128 fit. This is the course's own stage 2
+# and stage 3, on the virtual clock.
 
 # %%
 many = [Request(512, 512)] * 128
-for name, width in (("rows", 32), ("pages", 128)):
-    run = static_run(many, stage=name, row_len=1024, batch_size=width)
+for name, limit, width in (("rows", 4096, reserved), ("pages", 4096, used), ("rows", 1024, used)):
+    run = static_run(many, stage=name, row_len=limit, batch_size=width)
     firsts = [times[0] for times in pictures.token_times(run.steps).values()]
-    print(
-        f"{name:6} {128 * 512 / run.steps[-1].end:7,.0f} tokens/s, first token after "
-        f"{1000 * sum(firsts) / 128:4.0f} ms on average, {1000 * max(firsts):5.0f} ms at most "
-        "(simulated, H200)"
-    )
+    speed = 128 * 512 / run.steps[-1].end
+    mean, most = 1000 * sum(firsts) / 128, 1000 * max(firsts)
+    print(f"{name:5} limit {limit:,}: {speed:7,.0f} tokens/s, first token after ", end="")
+    print(f"{mean:3.0f} ms on average, {most:5,.0f} ms at most")
+print("(simulated, H200)")
 
 # %% [markdown]
 # Here is what pages are for. The speed grows by a quarter. The wait for a first token falls to a
 # tenth, because nobody stands outside while memory is reserved for words that are never written.
+# The last line is fair to the rows. With a limit of 1,024, each row is filled to its end, 128 of
+# them fit, and pages gain nothing. They gain what is reserved and never used, and no more.
 #
 # ## Bug clinic
 #
@@ -644,7 +695,7 @@ print(compare(healthy, outcome))
 # %%
 for prompt, settings in zip(ill, ill_params, strict=True):
     longest = len(prompt) + settings.max_tokens - 1
-    print(f"{longest} tokens at the end: {blocks_needed(longest, 16)} blocks")
+    print(f"{longest} tokens at the end, blocks of 16: {blocks_needed(longest, 16)}")
 clock, outcome = run_with(allocate_by_remainder, 12)
 print(f"step {len(clock.steps) + 1}: {type(outcome).__name__}: {outcome}")
 

@@ -69,3 +69,37 @@ def test_the_fault_shows_and_its_answer_mends_it(clinic: dict[str, Any]) -> None
         generate_batch = clinic["generate_batch"]
 
     assert run(clinic, Mended) == right
+
+
+def test_half_a_mend_is_seen_although_the_tokens_are_right(clinic: dict[str, Any]) -> None:
+    """One token too many in A's row: the notebook asks for A's slots, and for the other order."""
+
+    class Half(StaticBatchGenerator):
+        def generate_batch(self, prompts: Any, params: Any) -> list[list[int]]:
+            rows = [list(prompt) for prompt in prompts]
+            starts = [len(row) for row in rows]
+            query_lens = starts
+            for _ in range(max(p.max_tokens for p in params)):
+                tokens = self.step(rows, query_lens)
+                for row, n, token, p in zip(rows, starts, tokens, params, strict=True):
+                    if len(row) < n + p.max_tokens:
+                        row.append(token)
+                query_lens = [1] * len(rows)
+            return [row[n:] for row, n in zip(rows, starts, strict=True)]
+
+    cache = clinic["PatientCache"](rows=2, row_len=87)
+    tokens = Half(clinic["model"], cache, max_num_seqs=2).generate(
+        clinic["prompts"], clinic["params"]
+    )
+    assert tokens == run(clinic, StaticBatchGenerator)
+    assert max(slots[0] for slots in cache.given[1:]) == 87
+    swapped = clinic["PatientCache"](rows=2, row_len=87)
+    with pytest.raises(IndexError):
+        Half(clinic["model"], swapped, max_num_seqs=2).generate(
+            clinic["prompts"][::-1], clinic["params"][::-1]
+        )
+    sound = clinic["PatientCache"](rows=2, row_len=87)
+    StaticBatchGenerator(clinic["model"], sound, max_num_seqs=2).generate(
+        clinic["prompts"], clinic["params"]
+    )
+    assert max(slots[0] for slots in sound.given[1:]) == 86
