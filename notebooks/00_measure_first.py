@@ -17,7 +17,8 @@
 # **At the end you can say, before any code runs, how fast a model can generate on a machine, and
 # what stands in the way.**
 #
-# 45 minutes. It needs a laptop, and Python; no GPU, and no download.
+# 45 minutes. It needs a laptop, and Python; no GPU, and no download. Run the cells from the top,
+# one after the other: each needs what those above it have made.
 
 # %% tags=["nbval-ignore-output"]
 import random
@@ -26,6 +27,7 @@ from nanoteach.cost_model import (
     SHAPES,
     VirtualClock,
     Work,
+    attention_flops,
     embedding_parameters,
     layer_matrix_parameters,
     max_requests,
@@ -33,7 +35,16 @@ from nanoteach.cost_model import (
     step_cost,
     weight_bytes_read,
 )
-from nanoteach.course import exercise, open_notebook, pictures, predict, quiz, show, widgets
+from nanoteach.course import (
+    exercise,
+    open_notebook,
+    pictures,
+    predict,
+    quiz,
+    reveal,
+    show,
+    widgets,
+)
 from nanoteach.hardware import hardware_named, measure
 
 open_notebook(0)
@@ -46,7 +57,8 @@ open_notebook(0)
 # many people who ask at the same moment, with questions of different lengths, on one machine
 # whose memory is finite. *Serving* is deciding, at every step, which tokens of whose requests to
 # compute, and where to keep what was computed. The model's arithmetic is the same whatever we
-# decide. Only its cost changes, by a factor of a hundred and more.
+# decide. Only its cost changes. At the end of this notebook two decisions about the same requests
+# stand side by side: the one takes 11 times as long as the other.
 #
 # In this course you build an engine that decides well. Each notebook adds one idea; each is
 # proved to change no token, and timed. Your own functions become parts of the engine as you write
@@ -192,8 +204,8 @@ def kv_bytes_per_token(config, bytes_per_value: int = 2) -> int:
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# Four things are multiplied with `config.kv_size`: how many tensors does a layer keep for a
-# token, how many layers are there, ...? One of the four is 1 here. You need three.
+# Three factors stand beside `config.kv_size`: the tensors that a layer keeps for a token, the
+# layers, and the bytes of a value.
 #
 # </details>
 
@@ -296,9 +308,14 @@ print(f"one of 448      {num_attended([Work(448, 0)]):>8,} pairs")
 #
 # - **The layers.** Each new token goes through all matrices of all layers.
 #   `layer_matrix_parameters(config)` gives the values in one layer's.
-# - **Attention.** `attention_flops(config, work)` is there already. It uses your `num_attended`.
+# - **Attention.** `attention_flops(config, work)` is there already, for all layers, with the factor
+#   2 in it. It uses your `num_attended`.
 # - **The LM head**, `embedding_parameters(config)` values. Who goes through it? Not every token:
 #   look at the fields of `Work`.
+
+# %%
+print(f"attention, by hand   {2 * 256 * 16 * 28 * 1_025:,}")
+print(f"attention, computed  {attention_flops(qwen, [Work(1, 1024)]):,}")
 
 
 # %%
@@ -334,11 +351,13 @@ print(f"computed  {step_flops(qwen, [Work(1, 1024)]):,}")
 # ## Bytes of a step
 #
 # The weights must come from memory to the arithmetic units, once in a step, however many tokens
-# use them on the way. So must the K/V of every history. The new tokens' own K/V are written.
+# use them on the way. So must the K/V of every history. The new tokens' own K/V are written, and
+# count once. So a request with 1,024 tokens of history and 1 new one moves the K/V of 1,025 tokens.
 #
 # - `weight_bytes_read(config, bytes_per_value)` are the weights' bytes, the LM head's among them.
 # - If nobody in the step wants logits, the LM head stays where it is: take away its
-#   `embedding_parameters(config)` values.
+#   `embedding_parameters(config)` values. If one request wants them and another does not, it is
+#   read.
 # - `kv_bytes_per_token(config, bytes_per_value)` is yours.
 # - A step in which nobody does anything moves nothing.
 
@@ -358,8 +377,8 @@ def step_bytes(config, work, bytes_per_value: int = 2) -> int:
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# A request with 1,024 tokens computed and 1 new one moves the K/V of 1,025 tokens. Begin with the
-# case of an empty `work`, since no weights are read then; `any(...)` finds out if someone wants
+# Three terms: the weights, the head that may be taken away from them, the tokens' K/V. Begin with
+# the case of an empty `work`, since no weights are read then; `any(...)` finds out if someone wants
 # logits.
 #
 # </details>
@@ -381,11 +400,11 @@ h200 = hardware_named("h200")
 print(f"{h200.name}: {h200.flops / 1e12:g} TFLOP/s, reads {h200.read_bandwidth / 1e12:g} TB/s")
 
 # %% [markdown]
-# A decode step of 1.4 GFLOPs would take 1.8 *microseconds* on it, if computing were all. Its 1.31
-# GB take 304 microseconds to read. The two go on at the same time: while one matrix is
-# multiplied, the next is on its way. So a step takes at least as long as ... what? Write it.
-# `self` is a `Cost`, with `flops` and `bytes`. `hardware` is a `Hardware`, with `flops` and
-# `read_bandwidth`, both a second.
+# The decode step from above, with 1,024 tokens of history, has 1.43 GFLOPs. They would take 1.8
+# *microseconds* on it, if computing were all. Its 1.31 GB take 304 microseconds to read. The two go
+# on at the same time: while one matrix is multiplied, the next is on its way. So a step takes at
+# least as long as ... what? Write it. `self` is a `Cost`, with `flops` and `bytes`. `hardware` is a
+# `Hardware`, with `flops` and `read_bandwidth`, both a second.
 #
 # (There is also `copy_bandwidth`, in which each byte counts when it is read and again when it is
 # written. Nearly all bytes of a step are only read.)
@@ -413,8 +432,13 @@ def seconds(self, hardware) -> float:
 # %%
 show("nanoteach.cost_model.Cost.seconds")
 
+# %% [markdown]
+# The same decode, and the two steps that you made above: `decode` has a history of 512 tokens only,
+# so it takes a little less.
+
 # %%
-for name, work in (("decode", decode), ("prefill", prefill)):
+by_hand = [Work(num_new=1, num_computed=1024)]
+for name, work in (("by hand", by_hand), ("decode", decode), ("prefill", prefill)):
     cost = step_cost(qwen, work)
     print(
         f"{name:8} {cost.flops / 1e9:6.1f} GFLOPs {cost.bytes / 1e9:5.2f} GB "
@@ -423,7 +447,7 @@ for name, work in (("decode", decode), ("prefill", prefill)):
     )
 
 # %% [markdown]
-# Look at the two lines again. The prefill computes 512 tokens in about twice the time in which
+# Look at the last two lines. The prefill computes 512 tokens in about twice the time in which
 # the decode computes one. That is the asymmetry on which all of serving rests:
 #
 # - A **prefill** has many tokens for each weight that it reads. It is limited by **computing**.
@@ -432,12 +456,14 @@ for name, work in (("decode", decode), ("prefill", prefill)):
 #
 # So the way to make decoding cheap is to share what is read: let many requests decode in one step.
 # How much does that gain? Before you see it, say what you think: put your numbers in the place of
-# `...`. One request with 1,024 tokens decodes at 3,292 tokens/s at best. (Notebook 11 will come
-# back to what you say here.)
+# `...`. One request with 1,024 tokens decodes at 3,292 tokens/s at best. The second question:
+# double the requests, from 1 to 2, to 4, and so on. How many are there when another doubling gains
+# less than 10%? (Each is answered below, and the last notebook, which is being written, comes back
+# to them.)
 
 # %%
 predict("H200, 64 requests of 1,024 tokens decode together", ..., "tokens/s")
-predict("H200, requests of 1,024 tokens until more of them gain less than 10%", ..., "requests")
+predict("H200, requests of 1,024 tokens until twice as many gain less than 10%", ..., "requests")
 predict("this machine, one request of Qwen3-0.6B in float32 decodes", ..., "tokens/s")
 
 # %% [markdown]
@@ -445,12 +471,23 @@ predict("this machine, one request of Qwen3-0.6B in float32 decodes", ..., "toke
 #
 # The weights are shared. The K/V are not: each request reads its own.
 
+
 # %%
-print("requests    tokens/s   of what is read, K/V are")
-for requests in (1, 4, 16, 64, 256):
-    cost = step_cost(qwen, [Work(1, 1024)] * requests)
-    kv_share = 1 - weight_bytes_read(qwen) / cost.bytes
-    print(f"{requests:8} {requests / cost.seconds(h200):11,.0f} {kv_share:10.0%}")
+def speed(requests):
+    """Tokens a second at best, when so many requests of 1,024 tokens decode together."""
+    return requests / step_cost(qwen, [Work(1, 1024)] * requests).seconds(h200)
+
+
+print("requests    tokens/s   twice as many gain   of what is read, K/V are")
+for requests in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+    kv_share = 1 - weight_bytes_read(qwen) / step_cost(qwen, [Work(1, 1024)] * requests).bytes
+    gain = speed(2 * requests) / speed(requests) - 1
+    print(f"{requests:8} {speed(requests):11,.0f} {gain:20.0%} {kv_share:26.0%}")
+
+# %% tags=["nbval-ignore-output"]
+enough = next(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if speed(2 * n) < 1.1 * speed(n))
+reveal("H200, 64 requests of 1,024 tokens decode together", speed(64), "tokens/s")
+reveal("H200, requests of 1,024 tokens until twice as many gain less than 10%", enough, "requests")
 
 # %% [markdown]
 # At 1 request, nearly all bytes are weights, and a second request is almost free. At 64, K/V are
@@ -461,7 +498,7 @@ for requests in (1, 4, 16, 64, 256):
 #
 # The same in one picture. To the right: more FLOPs for each byte that is read. As long as a step
 # lies on the slope, memory limits it; under the flat part, computing does. The corner is where
-# both take the same time: on an H200 at 182 FLOPs a byte.
+# both take the same time: on an H200 at 182 FLOPs a byte. The prefill of 512 has 385.
 
 # %% tags=["nbval-ignore-output"]
 pictures.roofline(
@@ -477,11 +514,30 @@ pictures.roofline(
 )
 
 # %% [markdown]
-# Turn the knobs: at which context do 64 requests gain less than 32 did? On which GPU is a prefill
-# of 512 limited by memory?
+# Turn the knobs: from which context does doubling 32 requests to 64 gain less than 10%?
 
 # %% tags=["nbval-ignore-output"]
 widgets.roofline()
+
+# %% [markdown]
+# The answer, of the contexts that the knob has:
+
+# %%
+for context in (512, 1024, 2048, 4096):
+    few, many = (step_cost(qwen, [Work(1, context)] * n).seconds(h200) for n in (32, 64))
+    print(f"{context:5,} tokens: 64 requests give {2 * few / many - 1:.0%} more than 32")
+
+# %% [markdown]
+# Where the corner lies depends on the GPU. The prefill of 512 has 385 FLOPs a byte: on which GPU is
+# even that limited by memory?
+
+# %%
+cost = step_cost(qwen, prefill)
+print(f"prefill of 512: {cost.flops / cost.bytes:.0f} FLOPs a byte")
+for name in ("rtx3090", "a100", "rtx4090", "h200", "h100", "l4"):
+    gpu = hardware_named(name)
+    corner = gpu.flops / gpu.read_bandwidth
+    print(f"{gpu.name:26} corner at {corner:4.0f}, so it is limited by {cost.limit(gpu)}")
 
 # %% [markdown]
 # ## This machine
@@ -502,7 +558,12 @@ for name, work in (("decode", decode), ("prefill", prefill)):
         f"limited by {cost.limit(here)}"
     )
 
+alone = step_cost(qwen, [Work(1, 1024)], bytes_per_value=4).seconds(here)
+reveal("this machine, one request of Qwen3-0.6B in float32 decodes", 1 / alone, "tokens/s")
+
 # %% [markdown]
+# The last line answers your third prediction, for a request with 1,024 tokens like the others.
+#
 # These are bounds. A program that reads each weight once and loses no time between the steps
 # would reach them. In notebook 01 you write the simplest program that works, and see how far
 # below it is.
@@ -530,8 +591,9 @@ print(
 #
 # The clock also bounds a public benchmark, that of nano-vLLM: 256 requests, with prompts and
 # outputs of 100 to 1,024 tokens, drawn with seed 0. All prompts are computed at first; then all
-# requests decode together, until the longest is done. No engine can run it faster on an H200 than
-# this:
+# requests decode together, until the longest is done. An engine that computes all prompts first
+# cannot run it faster on an H200 than this. (One that mixes prompts into the decode steps can, a
+# little; that is notebook 06.)
 
 # %%
 draw = random.Random(0)
@@ -547,7 +609,22 @@ for step in range(max(outputs) - 1):
 print(f"{sum(outputs):,} tokens in {clock.now():.2f} s: {sum(outputs) / clock.now():,.0f} tokens/s")
 
 # %% [markdown]
-# In the last notebook we hold measured numbers beside it.
+# In the last notebook, which is being written, we hold measured numbers beside it.
+#
+# The same requests one after the other: the same arithmetic for each token, by another decision.
+
+# %%
+together = clock.now()
+clock = VirtualClock(qwen, h200)
+for prompt, output in zip(prompts, outputs, strict=True):
+    clock.tick([Work(prompt, 0)])
+    for step in range(output - 1):
+        clock.tick([Work(1, prompt + step)])
+print(f"{sum(outputs):,} tokens in {clock.now():.2f} s: {sum(outputs) / clock.now():,.0f} tokens/s")
+print(f"{clock.now() / together:.1f} times as long")
+
+# %% [markdown]
+# Only the order has changed.
 #
 # ## What to take along
 #

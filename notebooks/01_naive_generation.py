@@ -27,8 +27,8 @@ import time
 import torch
 
 from nanoteach.config import EngineConfig
-from nanoteach.cost_model import SHAPES, VirtualClock, Work
-from nanoteach.course import exercise, open_notebook, pictures, predict, show
+from nanoteach.cost_model import SHAPES, VirtualClock, Work, step_cost
+from nanoteach.course import exercise, open_notebook, pictures, predict, reveal, show
 from nanoteach.hardware import hardware_named, measure
 from nanoteach.hub import default_model, resolve_model
 from nanoteach.loader import checkpoint_files, eos_token_ids, load_model, load_tokenizer
@@ -63,7 +63,7 @@ predict("H200, 1,024 in, 128 out: naive is slower than a cache by a factor of", 
 #
 # `tiny` is a small model that lies in this repository. It has the same architecture as Qwen3, and
 # has read nothing but small stories and sums. `resolve_model` turns a model's name into a folder.
-# Three files in it matter.
+# Three files in it matter for now.
 
 # %%
 folder = resolve_model(default_model())
@@ -96,13 +96,15 @@ for name in sorted(name for name in files if name.startswith("model.layers.0."))
 # %% [markdown]
 # q, k and v are all multiplied with the same input, and so are gate and up. One wide product takes
 # less time than three thin ones. So the loader stacks them, and the decoder has one matrix `qkv`
-# with 256 + 128 + 128 = 512 rows, and one `gate_up` with 1,920.
+# with 256 + 128 + 128 = 512 rows, and one `gate_up` with 1,920. It also stacks the weights of two
+# norms: q_norm 4 times, once for each query head, and k_norm twice. That is `qk_norm`.
 
 # %%
 first_layer = model.weights.layers[0]
 print("qkv    ", list(first_layer.qkv.shape))
 print("output ", list(first_layer.output.shape))
 print("gate_up", list(first_layer.gate_up.shape))
+print("qk_norm", list(first_layer.qk_norm.shape))
 print("down   ", list(first_layer.down.shape))
 
 # %% [markdown]
@@ -122,6 +124,10 @@ for position, token in enumerate(token_ids):
 # Whatever we compute by hand is to be compared with what the package computes. The decoder is
 # given its small operations (`Ops`) and its attention as arguments. So we can hand in operations
 # that do the same, and write down what went in and what came out.
+#
+# `seen[name]` is then a list with an entry for each call. An entry holds the inputs in their order,
+# and the result at its end. So `seen["norm"][1][0]` is the first input of the second call of the
+# norm, and `seen["norm"][1][-1]` its result.
 
 # %%
 seen = {}
@@ -150,7 +156,7 @@ last_hidden = witness.forward(
     torch.tensor(token_ids),
     torch.arange(4),
     attention,
-    AttentionMetadata(query_lens=[4], seq_lens=[4]),
+    AttentionMetadata(query_lens=[4], seq_lens=[4]),  # one text: 4 tokens are new, of 4 in all
 )
 last_logits = witness.logits(last_hidden[-1:])
 for name, calls in seen.items():
@@ -165,10 +171,15 @@ def same(name, by_hand, package):
 
 def numbers(row, count=5):
     """The first values of a row, to two digits."""
-    return "  ".join(f"{value:6.2f}" for value in row[:count].tolist()) + "  ..."
+    shown = "  ".join(f"{value:6.2f}" for value in row[:count].tolist())
+    return shown + "  ..." if len(row) > count else shown
 
 
 # %% [markdown]
+# There are 4 layers. Each has one attention, one rotary and one activation, and three norms: before
+# attention, of its queries and keys, before the MLP. With one norm at the very end that is 4 × 3 +
+# 1 = 13.
+#
 # ## 1. Embedding
 #
 # A token's number says nothing about the token. Its *embedding* does: one row of 320 values, that
@@ -204,6 +215,8 @@ same("embedding", hidden, seen["norm"][0][0])
 #   row of zeros is not divided by zero.
 # - `x` may be float16. It cannot hold 300² = 90,000: its largest value is 65,504. So work in
 #   float32 (`x.float()`), and give back x's dtype.
+# - Leave `x` as it is: the hidden states are still needed. If x is float32 already, `x.float()` is
+#   x itself and no copy.
 
 
 # %%
@@ -254,21 +267,21 @@ same("norm, by hand and rms_norm", x, rms_norm(hidden, first_layer.input_norm, 1
 
 # %%
 qkv = (x @ first_layer.qkv.T).view(4, 8, 64)  # tokens, heads, values
-q, k, v = qkv[:, 0:4], qkv[:, 4:6], qkv[:, 6:8]
-print("q", list(q.shape), " k", list(k.shape), " v", list(v.shape))
-print(f"position 3, query head 0:  {numbers(q[3, 0])}")
+q_raw, k_raw, v = qkv[:, 0:4], qkv[:, 4:6], qkv[:, 6:8]
+print("q", list(q_raw.shape), " k", list(k_raw.shape), " v", list(v.shape))
+print(f"position 3, query head 0:  {numbers(q_raw[3, 0])}")
 same("q and k, raw", qkv[:, :6], seen["norm"][1][0])
-same("v", v, seen["attention"][0][3])
+same("v", v, seen["attention"][0][3])  # attend(layer, q, k, v, metadata): 3 is v
 
 # %% [markdown]
 # Qwen3 then norms each head of q and of k by itself: the same `rms_norm`, over 64 values. (Qwen2
 # and Llama leave this step out.)
 
 # %%
-q = rms_norm(q, first_layer.qk_norm[0:4], config.rms_norm_eps)
-k = rms_norm(k, first_layer.qk_norm[4:6], config.rms_norm_eps)
-print(f"position 3, query head 0:  {numbers(q[3, 0])}")
-same("q and k, normed", torch.cat([q, k], dim=1), seen["norm"][1][-1])
+q_normed = rms_norm(q_raw, first_layer.qk_norm[0:4], config.rms_norm_eps)
+k_normed = rms_norm(k_raw, first_layer.qk_norm[4:6], config.rms_norm_eps)
+print(f"position 3, query head 0:  {numbers(q_normed[3, 0])}")
+same("q and k, normed", torch.cat([q_normed, k_normed], dim=1), seen["norm"][1][-1])
 
 # %% [markdown]
 # ## 4. Position
@@ -312,7 +325,7 @@ same("speeds", by_hand, speed)
 # - `x` is `[num_tokens, heads, head_dim]`.
 # - `cos` and `sin` are `[num_tokens, 1, head_dim / 2]`: for each token and each pair the cosine
 #   and sine of its angle. The 1 lets all heads of a token share them.
-# - The result has the shape of `x`.
+# - The result is a new tensor with the shape of `x`. Leave `x` as it is.
 
 
 # %%
@@ -354,9 +367,9 @@ def turned(x):
     return torch.cat([points.real, points.imag], dim=-1)
 
 
-print(f"position 3, query head 0, before:  {numbers(q[3, 0])}")
-same("rotary, by hand and apply_rotary", turned(q), apply_rotary(q, angles.cos(), angles.sin()))
-q, k = turned(q), turned(k)
+print(f"position 3, query head 0, before:  {numbers(q_normed[3, 0])}")
+q, k = turned(q_normed), turned(k_normed)
+same("rotary, by hand and apply_rotary", q, apply_rotary(q_normed, angles.cos(), angles.sin()))
 print(f"position 3, query head 0, after:   {numbers(q[3, 0])}")
 same("rotary, by hand and witness", torch.cat([q, k], dim=1), seen["rotary"][0][-1])
 
@@ -477,6 +490,7 @@ same("attention", attended, seen["attention"][0][-1])
 # and so in every other.
 
 # %%
+print("token 1085 is", repr(tokenizer.decode([1085])))
 with_a_fifth = model.forward(
     torch.tensor([*token_ids, 1085]),
     torch.arange(5),
@@ -492,9 +506,9 @@ same("the four rows after all layers, with a fifth token there", with_a_fifth[:4
 # to the hidden state from step 1.
 
 # %%
-hidden = hidden + attended.reshape(4, 256) @ first_layer.output.T
-print(f"position 3:  {numbers(hidden[3])}")
-same("hidden after attention", hidden, seen["norm"][2][0])
+after_attention = hidden + attended.reshape(4, 256) @ first_layer.output.T
+print(f"position 3:  {numbers(after_attention[3])}")
+same("hidden after attention", after_attention, seen["norm"][2][0])
 
 # %% [markdown]
 # ## 8. MLP, and the second addition
@@ -505,13 +519,13 @@ same("hidden after attention", hidden, seen["norm"][2][0])
 # product with *down* brings the 960 values back to 320. This is added, too.
 
 # %%
-x = rms_norm(hidden, first_layer.post_norm, config.rms_norm_eps)
-gate, up = x @ first_layer.gate_up[:960].T, x @ first_layer.gate_up[960:].T
+normed = rms_norm(after_attention, first_layer.post_norm, config.rms_norm_eps)
+gate, up = normed @ first_layer.gate_up[:960].T, normed @ first_layer.gate_up[960:].T
 middle = gate * torch.sigmoid(gate) * up
 same("gate times up", middle, seen["activation"][0][-1])
-hidden = hidden + middle @ first_layer.down.T
-print(f"position 3:  {numbers(hidden[3])}")
-same("hidden after layer 0", hidden, seen["norm"][3][0])
+after_layer_0 = after_attention + middle @ first_layer.down.T
+print(f"position 3:  {numbers(after_layer_0[3])}")
+same("hidden after layer 0", after_layer_0, seen["norm"][3][0])
 
 # %% [markdown]
 # ## 9. Three more layers
@@ -538,10 +552,11 @@ def layer_by_hand(hidden, w):
     return hidden + gate * torch.sigmoid(gate) * up @ w.down.T
 
 
+at_the_end = after_layer_0
 for layer in (1, 2, 3):
-    hidden = layer_by_hand(hidden, model.weights.layers[layer])
-    print(f"after layer {layer}, position 3:  {numbers(hidden[3], 4)}")
-same("hidden at the end", hidden, last_hidden)
+    at_the_end = layer_by_hand(at_the_end, model.weights.layers[layer])
+    print(f"after layer {layer}, position 3:  {numbers(at_the_end[3], 4)}")
+same("hidden at the end", at_the_end, last_hidden)
 
 # %% [markdown]
 # ## 10. Scores
@@ -552,8 +567,8 @@ same("hidden at the end", hidden, last_hidden)
 # "There was once a". The other positions' next tokens are in the text already.
 
 # %%
-x = rms_norm(hidden[-1:], model.weights.norm, config.rms_norm_eps)
-logits = x @ model.weights.lm_head.T
+last_normed = rms_norm(at_the_end[-1:], model.weights.norm, config.rms_norm_eps)
+logits = last_normed @ model.weights.lm_head.T
 same("logits", logits, last_logits)
 best = logits[0].topk(5)
 for score, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
@@ -561,8 +576,9 @@ for score, token in zip(best.values.tolist(), best.indices.tolist(), strict=True
 print("greedy takes", greedy(logits).tolist(), repr(tokenizer.decode(greedy(logits))))
 
 # %% [markdown]
-# That is the whole decoder. Open `nanoteach/model.py` and read `Decoder.forward`: it has these ten
-# steps in this order, in about twenty lines, for any number of tokens and heads.
+# That is the whole decoder. Open `nanoteach/model.py` and read `Decoder.forward`: it has steps 1 to
+# 9 in this order, in about twenty lines, for any number of tokens and heads. Step 10 is
+# `Decoder.logits`.
 #
 # `greedy` takes the highest score. That makes a text that is always the same, which is what we
 # want for proofs. (It is the default here. vLLM's default is to draw by chance.)
@@ -585,10 +601,19 @@ print(token_ids, "->", token, repr(tokenizer.decode([token])))
 
 # %%
 params = SamplingParams(max_tokens=3)
-print("end tokens of this model:", generator.eos_token_ids)
 print("an ordinary token, the 1st:", params.finish_reason(token, 1, generator.eos_token_ids))
 print("an ordinary token, the 3rd:", params.finish_reason(token, 3, generator.eos_token_ids))
-print("token 2, the 1st:          ", params.finish_reason(2, 1, generator.eos_token_ids))
+print("an end token, 2, the 1st:  ", params.finish_reason(2, 1, generator.eos_token_ids))
+
+# %% [markdown]
+# A request may have rules of its own. With `ignore_eos=True` it goes on past the model's end
+# tokens. `stop_token_ids` are more tokens that end it. `finish_reason` knows both.
+
+# %%
+on_and_on = SamplingParams(max_tokens=3, ignore_eos=True)
+print("ignore_eos, token 2, the 1st:", on_and_on.finish_reason(2, 1, generator.eos_token_ids))
+own_end = SamplingParams(max_tokens=3, stop_token_ids=[token])
+print("its own end token, the 1st:  ", own_end.finish_reason(token, 1, generator.eos_token_ids))
 
 # %% [markdown]
 # Now write the loop, a method of `NaiveGenerator`.
@@ -712,13 +737,23 @@ pictures.naive_triangle(clock.steps, cached.steps)
 # triangle is pure repetition. Remember step 6: the rows of earlier tokens do not change when a
 # later one comes. Everything in the triangle had the same result as the time before.
 #
-# The triangle grows with the **square** of the length. Twice as many output tokens are four times
-# the triangle.
+# The triangle grows with the **square** of the length. Twice as many output tokens make it nearly
+# four times as large: the longer the text, the nearer.
 
 # %%
-for outputs in (40, 80, 160, 1000):
+print("output tokens   computed   different   computed again")
+before = None
+for outputs in (40, 80, 160, 320, 640, 1280):
     total = sum(16 + n for n in range(outputs))
-    print(f"{outputs:5} output tokens: {total:8,} computed, {16 + outputs - 1:6,} different")
+    different = 16 + outputs - 1
+    again = total - different
+    times = f"   {again / before:.1f} times" if before else ""
+    print(f"{outputs:13} {total:10,} {different:11,} {again:16,}{times}")
+    before = again
+
+# %% tags=["nbval-ignore-output"]
+computed = sum(step.num_new for step in clock.steps)
+reveal("the naive loop, 16 prompt and 40 output tokens: tokens computed", computed, "tokens")
 
 # %% [markdown]
 # ## The prediction
@@ -745,15 +780,30 @@ for prompt in (16, 128, 1024, 8192):
     fast = 1000 * simulated(qwen, h200, prompt, 128, cache=True)
     print(f"{prompt:6} {slow:12.1f} {fast:18.1f} {slow / fast:12.1f}")
 
+# %% tags=["nbval-ignore-output"]
+slow, fast = (simulated(qwen, h200, 1024, 128, cache) for cache in (False, True))
+reveal("H200, 1,024 in, 128 out: naive is slower than a cache by a factor of", slow / fast, "times")
+
 # %% [markdown]
-# How near was your guess? The first two lines are a surprise: no loss at all. A step must read all
-# weights anyway, and on an H200 the arithmetic of some 240 tokens is done while they are on their
-# way. As long as the text is shorter than that, the repetition is hidden. At 1,024 tokens it costs
-# a factor of 4, at 8,192 one of 30.
+# How near was your guess? The first two lines are a surprise: hardly any loss. A step must read all
+# weights anyway, and the arithmetic of a short text is done while they are on their way. How short?
+# This is the first prompt for which computing takes longer than reading:
+
+# %%
+first = next(n for n in range(1, 1000) if step_cost(qwen, [Work(n, 0)]).limit(h200) == "compute")
+print("limited by computing from", first, "tokens on")
+
+# %% [markdown]
+# In notebook 00 the corner lay at 182 FLOPs a byte. A weight of 2 bytes gives each token 2 FLOPs,
+# so 182 tokens should be enough. But the LM head's weights are read for one token only, which takes
+# time and gives little to compute: hence 245.
+#
+# As long as the text is shorter than that, the repetition is hidden. At 1,024 tokens it costs a
+# factor of 4, at 8,192 one of 30.
 #
 # And this is one request alone. In notebook 00, 64 requests shared one reading of the weights. They
-# could, because each had one token to compute. Here each brings its whole text, and 64 times 240
-# tokens are not hidden.
+# could, because each had one token to compute. Here each brings its whole text, and 64 whole texts
+# are far above 245 tokens.
 #
 # ## Measure it
 #
@@ -814,14 +864,29 @@ for name, tokens in zip(patients, sick, strict=True):
 
 # %%
 right = references(folder, list(patients.values()), limit, eos)
-print(compare(right, sick))
+
+
+def examine(outputs):
+    """Say of each patient whether it has the tokens of transformers."""
+    for name, reference, tokens in zip(patients, right, outputs, strict=True):
+        wanted = reference.tokens
+        if tokens == wanted:
+            print(f"{name}: all {len(wanted)} tokens are those of transformers")
+        elif tokens[: len(wanted)] == wanted:
+            print(f"{name}: DIFFERENT, first token too many: step {len(wanted)}")
+        else:
+            step = next(n for n, t in enumerate(wanted) if tokens[n : n + 1] != [t])
+            print(f"{name}: DIFFERENT, first at step {step}")
+
+
+examine(sick)
 for step, token in enumerate(sick[1]):
     print(f"step {step:2}   token {token:4}   {tokenizer.decode([token])!r}")
 
 # %% [markdown]
-# **Your turn.** At which step should it have ended? Which of the folder's files would have said so?
-# (Open a file with `json.loads((folder / name).read_text())`.) Then write the mended function
-# here.
+# **Your turn.** With which token should it have ended? Which of the folder's files would have said
+# so? (`sorted(path.name for path in folder.iterdir())` lists them, and
+# `json.loads((folder / name).read_text())` opens one.) Then write the mended function here.
 
 
 # %%
@@ -830,16 +895,19 @@ def mended(folder):
     ...
 
 
-if mended(folder) is None:
+found = mended(folder)
+if found is None:
     print("Not mended yet.")
+elif not isinstance(found, (tuple, list)):
+    print(f"A tuple of token ids is wanted, as {end_tokens(folder)} is one, not {found!r}.")
 else:
-    healed = NaiveGenerator(model, mended(folder)).generate(list(patients.values()), limit)
-    print(compare(right, healed))
+    examine(NaiveGenerator(model, found).generate(list(patients.values()), limit))
 
 # %% [markdown]
 # <details><summary>The diagnosis, and the mend</summary>
 #
-# It should have ended at step 1, with token 0, <|endoftext|>. That ends a text; token 2,
+# It should have ended with step 1, token 0, <|endoftext|>; step 2 is the first too many. That token
+# ends a text; token 2,
 # <|im_end|>, ends what one speaker says. After step 1 the model begins another document of the
 # kind that it has read, and this happens to be a chat. It stopped at step 13 by luck: the chat has
 # the one end token that the engine knows.
@@ -869,7 +937,7 @@ else:
 
 # %%
 print("planted:", end_tokens(folder), " package:", eos_token_ids(folder))
-print(compare(right, NaiveGenerator(model, eos).generate(list(patients.values()), limit)))
+examine(NaiveGenerator(model, eos).generate(list(patients.values()), limit))
 
 # %% [markdown]
 # ## What moved
