@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 from collections import deque
+from typing import ClassVar
 
 import pytest
 from course_cases import ROOT
@@ -34,28 +35,74 @@ def on_time() -> type[Scheduler]:
 def scores() -> dict[str, list[Result]]:
     return {
         "prompts first": score(Scheduler, 8192),
-        "package, 512": score(ChunkedPrefillScheduler, 512),
-        "on time": score(on_time(), capstone.MOST_TOKENS),
+        "stage 6, 512": score(ChunkedPrefillScheduler, 512),
+        "on time": score(on_time(), 640),
     }
+
+
+@pytest.fixture(scope="module")
+def fixed() -> dict[int, list[Result]]:
+    """Stage 6 with each budget that the notebook tries."""
+    return {budget: score(ChunkedPrefillScheduler, budget) for budget in capstone.BUDGETS}
 
 
 def test_the_baselines_play_by_the_rules_and_the_better_policy_wins(scores):
     assert not [r.broken for results in scores.values() for r in results if r.broken]
-    points = {name: sum(r.points for r in results) for name, results in scores.items()}
-    assert points["prompts first"] < points["package, 512"] < points["on time"]
-    for first, chunked in zip(scores["prompts first"], scores["package, 512"], strict=True):
+    points = {name: capstone.points(results) for name, results in scores.items()}
+    assert points["prompts first"] < points["stage 6, 512"] < points["on time"]
+    for first, chunked in zip(scores["prompts first"], scores["stage 6, 512"], strict=True):
         assert chunked.p99_itl < first.p99_itl / 2
 
 
+def test_no_fixed_budget_is_right_for_all_and_a_policy_beats_the_best(scores, fixed):
+    def best(place: int) -> int:
+        return max(fixed, key=lambda budget: fixed[budget][place].points)
+
+    assert min(capstone.BUDGETS) == 64 and max(capstone.BUDGETS) == 2048
+    assert (best(0), best(1), best(2)) == (768, 256, 512)
+    most = max(capstone.points(results) for results in fixed.values())
+    assert capstone.points(scores["on time"]) > 1.07 * most
+    of_each = sum(fixed[best(place)][place].points for place in range(3))
+    assert capstone.points(scores["on time"]) > of_each
+    assert capstone.points(score(on_time(), 1024)) > 1.05 * most  # and not by that one number
+
+
+def test_the_points_of_each_budget_are_shown_with_the_best_ones_starred(fixed):
+    lines = capstone.points_table(fixed).splitlines()
+    assert lines[0].split() == ["budget", "chat", "documents", "burst", "together"]
+    assert len(lines) == len(capstone.BUDGETS) + 2
+    starred = [line.split() for line in lines[1:-1] if "*" in line]
+    assert [row[0] for row in starred] == ["256", "288", "512", "768"]
+    assert sum("*" in cell for row in starred for cell in row) == 4
+
+
+def test_a_policy_is_told_the_target():
+    class Asks(ChunkedPrefillScheduler):
+        seen: ClassVar[list[float]] = []
+
+        def schedule(self):
+            self.seen.append(self.target)
+            return super().schedule()
+
+    assert not play(Asks, SMALL, 64).broken
+    assert set(Asks.seen) == {SMALL.target}
+
+
+def test_the_ttft_is_told_and_not_scored(scores):
+    first, chunked = scores["prompts first"][1], scores["stage 6, 512"][1]
+    assert 0 < first.mean_ttft < chunked.mean_ttft
+    assert dataclasses.replace(chunked, mean_ttft=9.0).points == chunked.points
+
+
 def test_the_same_score_twice(scores):
-    assert play(ChunkedPrefillScheduler, WORKLOADS[2], 512) == scores["package, 512"][2]
+    assert play(ChunkedPrefillScheduler, WORKLOADS[2], 512) == scores["stage 6, 512"][2]
 
 
 def test_the_workloads_are_what_the_notebook_says():
     chat, documents, burst = WORKLOADS
     assert [w.name for w in WORKLOADS] == ["chat", "documents", "burst"]
     assert all(50 <= r.prompt_len <= 1500 for r in chat.requests)
-    assert sum(3000 <= r.prompt_len <= 8000 for r in documents.requests) == 16
+    assert sum(3000 <= r.prompt_len <= 8000 for r in documents.requests) == 24
     assert len(burst.requests) == 96 and {r.arrival for r in burst.requests} == {0.0}
     asked = sum(r.prompt_len + r.max_tokens for r in burst.requests)
     assert 2 < asked / (16 * burst.num_blocks) < 4
@@ -206,11 +253,16 @@ def test_the_table_tells_rules_and_scores(scores):
     text = capstone.table(rows)
     assert "not scored" in text and "over its budget of 512" in text
     assert text.count("none") == 1 and "simulated, H200" in text
-    assert f"{sum(r.points for r in scores['package, 512']):,.0f}" in text
+    assert f"{sum(r.points for r in scores['stage 6, 512']):,.0f}" in text
 
 
 def test_the_pictures_are_drawn(scores):
     figure = capstone.picture(scores)
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["chat", "documents", "burst"]
     assert [len(axes.lines) for axes in figure.axes] == [4, 4, 4]  # three policies and a target
+    for axes in figure.axes:  # every point is inside, and the panel is not mostly empty
+        speeds = [line.get_ydata()[0] for line in axes.lines[1:]]
+        low, high = axes.get_ylim()
+        assert low < min(speeds) and max(speeds) < high
+        assert high - low < 3 * max(max(speeds) - min(speeds), 0.01 * max(speeds))
     assert capstone.trade({64: (0.001, 0.02), 512: (0.002, 0.01)}, "simulated, H200").png()

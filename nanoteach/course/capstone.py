@@ -1,7 +1,8 @@
 """The capstone after notebook 06: a scheduler of one's own, judged on three workloads.
 
 The engine is the real one, with the policy in it; the model is pretended and the time simulated,
-so a score is the same on every machine. A policy that breaks a rule is told which, and not scored.
+so a score is the same on every machine. A policy finds the p99 ITL that a workload wants, in
+seconds, in `self.target`. One that breaks a rule is told which, and not scored.
 
 Knows: the workloads, the rules, the score. Does not know: how a policy decides.
 """
@@ -18,8 +19,8 @@ from nanoteach.course.pictures import (
     BLUE,
     LINE,
     ORANGE,
-    RED,
     REQUESTS,
+    STALL,
     CounterRunner,
     Picture,
     Request,
@@ -35,6 +36,8 @@ MOST_TOKENS = 8192  # a step's budget is at most this
 MAX_NUM_SEQS = 64
 OVERHEAD = 0.0002  # seconds that a step takes besides its bound: a real engine has this, too
 LABEL = "simulated, H200, 0.2 ms overhead a step"
+TICKS = (0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20)  # of a p99 ITL, in ms
+BUDGETS = (64, 128, 192, 256, 288, 320, 384, 512, 768, 1024, 2048)
 CHECK_EVERY = 50  # steps; walking all blocks takes a while
 MOST_STEPS = 20_000
 
@@ -70,17 +73,17 @@ def _chat() -> Workload:
     for _ in range(120):
         requests.append(_draw(rng, (50, 1500), (40, 160), at))
         at += rng.randint(0, 6000)
-    return Workload("chat", tuple(requests), 8192, target=0.0015, patience=1.0)
+    return Workload("chat", tuple(requests), 8192, target=0.002, patience=1.0)
 
 
 def _documents() -> Workload:
-    """People in a conversation, and long documents that come in between."""
+    """People in a conversation who want it quick, and long documents all the time."""
     rng, requests = random.Random(2), []
-    for _ in range(24):
+    for _ in range(32):
         requests.append(_draw(rng, (20, 100), (200, 300), rng.randint(0, 20_000)))
-    for i in range(16):
-        requests.append(_draw(rng, (3000, 8000), (5, 40), 30_000 * (i + 1)))
-    return Workload("documents", tuple(requests), 8192, target=0.0015, patience=1.0)
+    for i in range(24):
+        requests.append(_draw(rng, (3000, 8000), (5, 40), 14_000 * (i + 1)))
+    return Workload("documents", tuple(requests), 8192, target=0.0009, patience=1.0)
 
 
 def _burst() -> Workload:
@@ -143,6 +146,7 @@ class Result:
     tokens_per_second: float = 0.0
     p99_itl: float = 0.0
     broken: str = ""
+    mean_ttft: float = 0.0  # not scored
 
     @property
     def points(self) -> float:
@@ -176,9 +180,10 @@ def play(policy: type[Scheduler], workload: Workload, budget: int) -> Result:
 
 def _play(policy: type[Scheduler], workload: Workload, budget: int) -> Result:
     """See `play`. Raises Broken, and what the policy raises."""
+    told = type(policy.__name__, (policy,), {"target": workload.target})
     run = Run(
         workload.requests,
-        scheduler=policy,
+        scheduler=told,
         num_blocks=workload.num_blocks,
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=budget,
@@ -208,7 +213,10 @@ def _play(policy: type[Scheduler], workload: Workload, budget: int) -> Result:
             raise Broken(f"{name} got {seq.num_output_tokens} of {seq.params.max_tokens} tokens")
     waits = [gap.seconds for gap in gaps(run.steps)]
     speed = workload.num_output_tokens / run.clock.now()
-    return Result(workload, speed, percentile(waits, 0.99))
+    firsts = [seq.token_times[0] - seq.arrival_time for seq in run.sequences.values()]
+    return Result(
+        workload, speed, percentile(waits, 0.99), mean_ttft=sum(firsts) / len(firsts)
+    )  # fmt: skip
 
 
 def check_books(run: Run, when: str) -> None:
@@ -224,6 +232,22 @@ def check_books(run: Run, when: str) -> None:
 def score(policy: type[Scheduler], budget: int = 512) -> list[Result]:
     """A policy on all workloads."""
     return [play(policy, workload, budget) for workload in WORKLOADS]
+
+
+def points(results: SequenceOf[Result]) -> float:
+    """Of all workloads together; none if a rule was broken."""
+    return 0.0 if any(r.broken for r in results) else sum(r.points for r in results)
+
+
+def points_table(rows: Mapping[int, SequenceOf[Result]]) -> str:
+    """The points of each workload by the budget, a star at the best of each column."""
+    columns = {w.name: [r[i].points for r in rows.values()] for i, w in enumerate(WORKLOADS)}
+    columns["together"] = [points(results) for results in rows.values()]
+    lines = [("budget" + "".join(f"{name:>12} " for name in columns)).rstrip()]
+    for k, budget in enumerate(rows):
+        cells = [f"{v[k]:>12,.0f}{'*' if v[k] == max(v) else ' '}" for v in columns.values()]
+        lines.append((f"{budget:6,}" + "".join(cells)).rstrip())
+    return "\n".join([*lines, f"(* the best of its column; {LABEL})"])
 
 
 def table(rows: Mapping[str, SequenceOf[Result]]) -> str:
@@ -242,37 +266,46 @@ def table(rows: Mapping[str, SequenceOf[Result]]) -> str:
             for r in results
         ]  # fmt: skip
         broken = [f"    {r.workload.name}: {r.broken}" for r in results if r.broken]
-        points = "none" if broken else f"{sum(r.points for r in results):,.0f}"
-        lines += [f"{name:{wide}}" + "".join(cells) + f"{points:>9}", *broken]
+        total = "none" if broken else f"{points(results):,.0f}"
+        lines += [f"{name:{wide}}" + "".join(cells) + f"{total:>9}", *broken]
     return "\n".join([*lines, f"({LABEL})"])
 
 
 @drawing
 def picture(rows: Mapping[str, SequenceOf[Result]]) -> Picture:
-    """Tokens a second over the p99 ITL, a panel for each workload: up and left is better."""
-    figure = canvas(3.0)
+    """Tokens a second over the p99 ITL, a panel for each workload: up and left is better.
+
+    Equal runs are rings around one another, the first row's the widest.
+    """
+    figure = canvas(3.2)
     sheets = figure.subplots(1, len(WORKLOADS))
     for i, (axes, workload) in enumerate(zip(sheets, WORKLOADS, strict=True)):
         results = {name: r[i] for name, r in rows.items() if not r[i].broken}
-        most = max((r.tokens_per_second for r in results.values()), default=1.0)
-        longest = max((1e3 * r.p99_itl for r in results.values()), default=1.0)
+        speeds = [r.tokens_per_second for r in results.values()] or [1.0]
         target = 1e3 * workload.target
-        axes.axvline(target, color=RED, lw=1, ls="--")
-        say(axes, target, 0.04 * most, " target", RED)
+        waits = [target, *(1e3 * r.p99_itl for r in results.values())]
+        low, high = min(speeds), max(speeds)
+        room = max(0.15 * (high - low), 0.01 * high)
+        axes.axvline(target, color=STALL, lw=1, ls="--")
+        say(axes, target, low - 0.5 * room, " target", STALL)
         for k, (name, r) in enumerate(results.items()):
-            style = {"color": REQUESTS[k % len(REQUESTS)], "markersize": max(4, 12 - 2 * k)}
-            axes.plot(1e3 * r.p99_itl, r.tokens_per_second, "o", label=name, **style)
+            style = {"color": REQUESTS[k % len(REQUESTS)], "ms": max(4, 15 - 4 * k), "mew": 1.8}
+            point = 1e3 * r.p99_itl, r.tokens_per_second
+            axes.plot(*point, "o", label=name, fillstyle="none", **style)
         axes.set_xscale("log")
-        axes.set_xlim(0.3, 1.6 * max(longest, target))
-        axes.set_xticks(ticks := [t for t in (0.3, 1, 3, 10, 30, 100) if t < 1.6 * longest], ticks)
+        axes.set_xlim(0.7 * min(waits), 1.5 * max(waits))
+        ticks = [t for t in TICKS if 0.7 * min(waits) < t < 1.5 * max(waits)]
+        axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
         axes.minorticks_off()
-        axes.set_ylim(0, 1.15 * most)
+        axes.set_ylim(low - room, high + room)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.set_title(workload.name)
-        axes.set_xlabel(f"p99 ITL, ms ({LABEL})" if i == 1 else "p99 ITL, ms")
+        axes.set_xlabel("p99 ITL, ms")
         axes.grid(color=LINE, alpha=0.3)
-    sheets[0].set_ylabel("tokens/s")
+    sheets[0].set_ylabel("tokens/s (not from 0)")
     marks, labels = sheets[0].get_legend_handles_labels()
-    figure.legend(marks, labels, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(marks, labels, loc="outside lower center", ncols=4, frameon=False,
+                  title=LABEL, title_fontsize=8)  # fmt: skip
     return figure
 
 
