@@ -885,11 +885,12 @@ for step, token in enumerate(sick[1]):
 
 # %% [markdown]
 # **Your turn.** With which token should it have ended? Which of the folder's files would have said
-# so? (`sorted(path.name for path in folder.iterdir())` lists them, and
-# `json.loads((folder / name).read_text())` opens one.) Then write the mended function here.
+# so? The comments in the cell list the files and open one. Then write the mended function here.
 
 
 # %%
+# sorted(path.name for path in folder.iterdir())
+# json.loads((folder / name).read_text())
 def mended(folder):
     """The tokens that end a text, all of them."""
     ...
