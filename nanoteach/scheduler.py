@@ -114,7 +114,7 @@ class Scheduler:
         return True
 
     def choose_victim(self) -> Sequence:
-        """The newest: it has the least to compute again, and the oldest always gets on."""
+        """The last one let in: so the oldest always gets on."""
         return self.running[-1]
 
     def preempt(self, seq: Sequence) -> None:

@@ -29,8 +29,8 @@ def pack(scheduled: list[Scheduled]) -> PackedBatch:
 
 # Slots, then tokens, then blocks; the first who does not fit ends it. Common wrong turns: a budget
 # that never gets smaller; going on to the next in the queue, so that a large request may wait for
-# ever; counting tokens before the prefix is matched; and leaving blocks of a match with a request
-# that stays outside.
+# ever; counting tokens before the prefix is matched; leaving blocks of a match with a request that
+# stays outside; and plain tuples in the result, where others ask for `part.num_new`.
 
 
 @exercise("nanoteach.scheduler.Scheduler.admit")
@@ -40,6 +40,8 @@ def admit(self, budget: int) -> list[Scheduled]:
     while self.waiting and len(self.running) < self.max_num_seqs:
         seq = self.waiting[0]
         seq.num_computed_tokens = self.block_manager.match_prefix(seq)
+        if self.trace and seq.block_table:
+            self.trace.add("hit", seq.request_id, list(seq.block_table))
         num_new = self.chunk(seq.num_missing_tokens, budget)
         fits = num_new > 0 and self.block_manager.allocate(seq, len(seq.token_ids))
         if not fits:
@@ -48,13 +50,10 @@ def admit(self, budget: int) -> list[Scheduled]:
         self.waiting.popleft()
         self.running.append(seq)
         seq.status = Status.RUNNING
-        if not seq.num_output_tokens:
+        if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
         self.num_prefix_queries += len(seq.token_ids)
         self.num_prefix_hits += seq.num_computed_tokens
-        if self.trace and seq.num_computed_tokens:
-            num_hit = seq.num_computed_tokens // self.block_manager.block_size
-            self.trace.add("hit", seq.request_id, seq.block_table[:num_hit])
         self.publish_prompt(seq, num_new)
         scheduled.append(Scheduled(seq, num_new))
         budget -= num_new
@@ -62,8 +61,9 @@ def admit(self, budget: int) -> list[Scheduled]:
 
 
 # The status says in which list the request is, so it is read before it is changed. Common wrong
-# turns: thinking of running requests alone, while a user may leave before their turn; and keeping
-# the blocks, which nobody notices until the pool is empty and everybody waits.
+# turns: thinking of running requests alone, while a user may leave before their turn; a new list
+# in the place of the deque; and keeping the blocks, which nobody notices until the pool is empty
+# and everybody waits.
 
 
 @exercise("nanoteach.scheduler.Scheduler.retire")
@@ -88,5 +88,5 @@ def retire(self, seq: Sequence, reason: str) -> None:
 
 @exercise("nanoteach.scheduler.Scheduler.choose_victim")
 def choose_victim(self) -> Sequence:
-    """The newest: it has the least to compute again, and the oldest always gets on."""
+    """The last one let in: so the oldest always gets on."""
     return self.running[-1]

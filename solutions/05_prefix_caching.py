@@ -21,8 +21,9 @@ def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
 
 # Names in order, as long as each is known. Common wrong turns: all full blocks, so that a prompt of
 # exactly some blocks is found whole and nothing is left to compute; going on after a block that is
-# missing; taking the prompt's length, where a preempted request has generated tokens too; and
-# raising reference counts here, which match_prefix does.
+# missing; `if not block`, which takes block 0 for none; taking the prompt's length, where a
+# preempted request has generated tokens too; and raising reference counts here, which match_prefix
+# does.
 
 
 @exercise("nanoteach.prefix_cache.PrefixCachingBlockManager.longest_prefix")

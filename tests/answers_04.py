@@ -113,6 +113,33 @@ def last_tokens(scheduled):
     return PackedBatch(ids, positions, ends, last)
 
 
+@wrong(PACK, "Only num_new of them")
+def all_that_is_missing(scheduled):
+    ids, positions, ends, last = [], [], [0], []
+    for part in scheduled:
+        start = part.seq.num_computed_tokens
+        ids += part.seq.token_ids[start:]
+        positions += range(start, len(part.seq.token_ids))
+        ends.append(len(ids))
+        if part.gives_token:
+            last.append(len(ids) - 1)
+    return PackedBatch(ids, positions, ends, last)
+
+
+@wrong(PACK, "Change no request")
+def counts_what_is_to_come(scheduled):
+    batch = PackedBatch([], [], [0], [])
+    for part in scheduled:
+        seq, stop = part.seq, part.seq.num_computed_tokens + part.num_new
+        if part.gives_token:
+            batch.logit_indices.append(len(batch.input_ids) + part.num_new - 1)
+        batch.input_ids.extend(seq.token_ids[seq.num_computed_tokens : stop])
+        batch.positions.extend(range(seq.num_computed_tokens, stop))
+        batch.cu_seqlens.append(len(batch.input_ids))
+        seq.num_computed_tokens = stop
+    return batch
+
+
 ADMIT = "nanoteach.scheduler.Scheduler.admit"
 
 
@@ -124,6 +151,8 @@ def slot_by_slot(self, budget):
             break
         seq = self.waiting.popleft()
         found = seq.num_computed_tokens = self.block_manager.match_prefix(seq)
+        if self.trace and found:
+            self.trace.add("hit", seq.request_id, seq.block_table[:])
         num_new = self.chunk(len(seq.token_ids) - found, budget)
         if not num_new or not self.block_manager.allocate(seq, len(seq.token_ids)):
             self.release(seq)
@@ -131,14 +160,10 @@ def slot_by_slot(self, budget):
             break
         seq.status = Status.RUNNING
         self.running.append(seq)
-        if seq.num_output_tokens == 0:
+        if seq.num_cached_tokens is None:
             seq.num_cached_tokens = found
         self.num_prefix_queries += len(seq.token_ids)
         self.num_prefix_hits += found
-        if self.trace and found:
-            self.trace.add(
-                "hit", seq.request_id, seq.block_table[: found // self.block_manager.block_size]
-            )
         self.publish_prompt(seq, num_new)
         come_in.append(Scheduled(seq, num_new))
         budget = budget - num_new
@@ -295,6 +320,134 @@ def still_waiting(self, budget):
     return scheduled
 
 
+@wrong(ADMIT, "not a bare tuple")
+def bare_tuples(self, budget):
+    scheduled = []
+    while self.waiting and len(self.running) < self.max_num_seqs:
+        seq = self.waiting[0]
+        seq.num_computed_tokens = self.block_manager.match_prefix(seq)
+        num_new = self.chunk(seq.num_missing_tokens, budget)
+        if num_new == 0 or not self.block_manager.allocate(seq, len(seq.token_ids)):
+            self.release(seq)
+            break
+        self.waiting.popleft()
+        self.running.append(seq)
+        seq.status = Status.RUNNING
+        seq.num_cached_tokens = seq.num_cached_tokens or seq.num_computed_tokens
+        self.num_prefix_queries += len(seq.token_ids)
+        self.num_prefix_hits += seq.num_computed_tokens
+        self.publish_prompt(seq, num_new)
+        scheduled.append((seq, num_new))
+        budget -= num_new
+    return scheduled
+
+
+@wrong(ADMIT, "popleft() takes the first")
+def from_the_wrong_end(self, budget):
+    scheduled = []
+    while self.waiting and len(self.running) < self.max_num_seqs:
+        seq = self.waiting[0]
+        seq.num_computed_tokens = self.block_manager.match_prefix(seq)
+        num_new = self.chunk(seq.num_missing_tokens, budget)
+        if num_new == 0 or not self.block_manager.allocate(seq, len(seq.token_ids)):
+            self.release(seq)
+            break
+        self.waiting.pop()
+        self.running.append(seq)
+        seq.status = Status.RUNNING
+        seq.num_cached_tokens = seq.num_cached_tokens or seq.num_computed_tokens
+        self.num_prefix_queries += len(seq.token_ids)
+        self.num_prefix_hits += seq.num_computed_tokens
+        self.publish_prompt(seq, num_new)
+        scheduled.append(Scheduled(seq, num_new))
+        budget -= num_new
+    return scheduled
+
+
+@wrong(ADMIT, "keep its answer in num_computed_tokens")
+def match_not_kept(self, budget):
+    scheduled = []
+    while self.waiting and len(self.running) < self.max_num_seqs:
+        seq = self.waiting[0]
+        self.block_manager.match_prefix(seq)
+        num_new = self.chunk(seq.num_missing_tokens, budget)
+        if num_new == 0 or not self.block_manager.allocate(seq, len(seq.token_ids)):
+            self.release(seq)
+            break
+        self.waiting.popleft()
+        self.running.append(seq)
+        seq.status = Status.RUNNING
+        seq.num_cached_tokens = seq.num_cached_tokens or seq.num_computed_tokens
+        self.num_prefix_queries += len(seq.token_ids)
+        self.num_prefix_hits += seq.num_computed_tokens
+        self.publish_prompt(seq, num_new)
+        scheduled.append(Scheduled(seq, num_new))
+        budget -= num_new
+    return scheduled
+
+
+@wrong(ADMIT, "no list in its place")
+def a_new_list(self, budget):
+    scheduled = []
+    while self.waiting and len(self.running) < self.max_num_seqs:
+        seq = self.waiting[0]
+        seq.num_computed_tokens = self.block_manager.match_prefix(seq)
+        num_new = self.chunk(seq.num_missing_tokens, budget)
+        if num_new == 0 or not self.block_manager.allocate(seq, len(seq.token_ids)):
+            self.release(seq)
+            break
+        self.waiting = [s for s in self.waiting if s is not seq]
+        self.running.append(seq)
+        seq.status = Status.RUNNING
+        seq.num_cached_tokens = seq.num_cached_tokens or seq.num_computed_tokens
+        self.num_prefix_queries += len(seq.token_ids)
+        self.num_prefix_hits += seq.num_computed_tokens
+        self.publish_prompt(seq, num_new)
+        scheduled.append(Scheduled(seq, num_new))
+        budget -= num_new
+    return scheduled
+
+
+@wrong(ADMIT, "Copy in the bookkeeping")
+def no_bookkeeping(self, budget):
+    scheduled = []
+    while self.waiting and len(self.running) < self.max_num_seqs:
+        seq = self.waiting[0]
+        seq.num_computed_tokens = self.block_manager.match_prefix(seq)
+        num_new = self.chunk(seq.num_missing_tokens, budget)
+        if num_new == 0 or not self.block_manager.allocate(seq, len(seq.token_ids)):
+            self.release(seq)
+            break
+        self.waiting.popleft()
+        self.running.append(seq)
+        seq.status = Status.RUNNING
+        self.publish_prompt(seq, num_new)
+        scheduled.append(Scheduled(seq, num_new))
+        budget -= num_new
+    return scheduled
+
+
+@wrong(ADMIT, "Copy in the bookkeeping")
+def cached_tokens_unset(self, budget):
+    scheduled = []
+    while self.waiting and len(self.running) < self.max_num_seqs:
+        seq = self.waiting[0]
+        seq.num_computed_tokens = self.block_manager.match_prefix(seq)
+        num_new = self.chunk(seq.num_missing_tokens, budget)
+        if num_new == 0 or not self.block_manager.allocate(seq, len(seq.token_ids)):
+            self.release(seq)
+            break
+        self.waiting.popleft()
+        self.running.append(seq)
+        seq.status = Status.RUNNING
+        self.num_prefix_queries += len(seq.token_ids)
+        self.num_prefix_hits += seq.num_computed_tokens
+        self.publish_prompt(seq, num_new)
+        scheduled.append(Scheduled(seq, num_new))
+        budget -= num_new
+    return scheduled
+
+
 RETIRE = "nanoteach.scheduler.Scheduler.retire"
 
 
@@ -362,6 +515,18 @@ def forgets_why(self, seq, reason):
 def skips_who_waits(self, seq, reason):
     if seq in self.running:
         self.running.remove(seq)
+    self.release(seq)
+    seq.status = Status.FINISHED
+    seq.finish_reason = reason
+    if self.trace:
+        self.trace.add("finished", seq.request_id, reason)
+
+
+@wrong(RETIRE, "no list in its place")
+def a_new_queue(self, seq, reason):
+    if seq.status is Status.RUNNING:
+        self.running.remove(seq)
+    self.waiting = [other for other in self.waiting if other is not seq]
     self.release(seq)
     seq.status = Status.FINISHED
     seq.finish_reason = reason

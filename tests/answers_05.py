@@ -145,6 +145,23 @@ def without_salt(self, seq):
     return blocks
 
 
+@wrong(PREFIX, "Block 0 is a block too")
+def zero_is_nothing(self, seq):
+    blocks = []
+    for name in self.names(seq, (len(seq.token_ids) - 1) // self.block_size):
+        block = self.block_of.get(name)
+        if not block:
+            break
+        blocks.append(block)
+    return blocks
+
+
+@wrong(PREFIX, "a name that is missing. Stop there")
+def every_name_is_there(self, seq):
+    most = (len(seq.token_ids) - 1) // self.block_size
+    return [self.block_of[name] for name in self.names(seq, most)]
+
+
 MATCH = "nanoteach.prefix_cache.PrefixCachingBlockManager.match_prefix"
 
 
@@ -186,7 +203,7 @@ def counts_to_one(self, owner):
     return len(owner.block_table) * self.block_size
 
 
-@wrong(MATCH, "KeyError")
+@wrong(MATCH, "somebody holds is not among the free ones")
 def always_free_before(self, owner):
     owner.block_table = self.longest_prefix(owner)
     for block in owner.block_table:
@@ -211,6 +228,22 @@ def no_table(self, owner):
         self.free_blocks.pop(block, None)
         self.ref_counts[block] += 1
     return len(blocks) * self.block_size
+
+
+@wrong(MATCH, "takes the first free block, not the one that was found")
+def any_free_block(self, owner):
+    owner.block_table = self.longest_prefix(owner)
+    for block in owner.block_table:
+        if self.ref_counts[block] == 0:
+            self.take_free_block()
+        self.ref_counts[block] += 1
+    return len(owner.block_table) * self.block_size
+
+
+@wrong(MATCH, "takes the first free block, not the one that was found")
+def other_blocks(self, owner):
+    owner.block_table = [self.take_free_block() for _ in self.longest_prefix(owner)]
+    return len(owner.block_table) * self.block_size
 
 
 TAKE = "nanoteach.prefix_cache.PrefixCachingBlockManager.take_free_block"
@@ -246,7 +279,7 @@ def only_block_of(self):
     return block
 
 
-@wrong(TAKE, "KeyError")
+@wrong(TAKE, "a free block need not have a name")
 def always_a_name(self):
     block = super().take_free_block()
     del self.block_of[self.name_of.pop(block)]

@@ -1,5 +1,7 @@
 """Checks of notebook 04: packing a step, who comes in, who leaves, who gives way."""
 
+import copy
+from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -47,7 +49,15 @@ def check_pack(pack: Callable[[list[Scheduled]], PackedBatch]) -> None:
         ("one piece of a prompt alone", [piece]),
     ):
         case(name)
-        check_packed(name, scheduled, pack(list(scheduled)))
+        given = copy.deepcopy(scheduled)
+        got = pack(list(given))
+        expect_equal(
+            f"{name}: num_computed_tokens of the requests, afterwards",
+            [part.seq.num_computed_tokens for part in scheduled],
+            [part.seq.num_computed_tokens for part in given],
+            "Change no request: commit counts what was computed, after the step.",
+        )  # fmt: skip
+        check_packed(name, scheduled, got)
 
 
 def check_packed(name: str, scheduled: list[Scheduled], got: PackedBatch) -> None:
@@ -71,12 +81,16 @@ def check_packed(name: str, scheduled: list[Scheduled], got: PackedBatch) -> Non
 
     from_zero = [token for part in scheduled for token in part.seq.token_ids[: part.num_new]]
     from_end = [token for part in scheduled for token in part.seq.token_ids[-part.num_new :]]
+    missing = [
+        token for part in scheduled for token in part.seq.token_ids[part.seq.num_computed_tokens :]
+    ]
     expect_equal(
         f"{name}: input_ids", token_ids, got.input_ids,
         [
             ([token for part in scheduled for token in part.seq.token_ids],
              "These are all tokens. Those that are computed have their K/V: pack the new ones."),
             (from_zero, "The new tokens begin where num_computed_tokens ends, not at 0."),
+            (missing, "These are all that are missing. Only num_new of them are for this step."),
             (from_end, "A piece of a prompt is the next num_new tokens, not the last ones."),
         ],
     )  # fmt: skip
@@ -153,7 +167,14 @@ def scheduler_with(
 
 
 def expect_sound(name: str, scheduler: Scheduler) -> None:
-    """The scheduler finds no fault with itself."""
+    """The queues are what they were made as, and the scheduler finds no fault with itself."""
+    if not isinstance(scheduler.waiting, deque):
+        hint = (
+            "Take requests out of the deque that is there, and put no list in its place: "
+            "admit needs popleft(), and preempt appendleft()."
+        )
+        got = f"a {type(scheduler.waiting).__name__}"
+        raise Wrong(f"{name}: the type of self.waiting", "a deque", got, hint)
     problems = scheduler.check()
     if problems:
         raise Wrong(name, "sound queues and blocks", "; ".join(problems), None)
@@ -180,7 +201,12 @@ def check_admit(admit: Callable[[Scheduler, int], list[Scheduled]]) -> None:
         if not isinstance(got, list):
             hint = "Your function returned None: is a `return` missing?" if got is None else None
             raise Wrong(name, "a list of Scheduled", got, hint)
-        shown = [(part[0].request_id, part[1]) for part in got]
+        if bare := next((part for part in got if not isinstance(part, Scheduled)), None):
+            hint = None
+            if isinstance(bare, tuple):
+                hint = "Put Scheduled(seq, num_new) into the list, not a bare tuple."
+            raise Wrong(name, "a list of Scheduled", f"a list with a {type(bare).__name__}", hint)
+        shown = [(part.seq.request_id, part.num_new) for part in got]
         expect_equal(name, right, shown, likely)
         came = [who for who, _ in right]
         expect_equal(
@@ -214,7 +240,8 @@ def check_admit(admit: Callable[[Scheduler, int], list[Scheduled]]) -> None:
     run(
         "room for all three", scheduler_with(three()), 100, all_three,
         [(all_three[:1], "Let in as many as fit, not one a step."),
-         (all_three[::-1], "The front of the queue is self.waiting[0].")],
+         (all_three[::-1], "The front of the queue is self.waiting[0]."),
+         ([("A", 5)] * 3, "pop() takes out the last one: popleft() takes the first.")],
     )  # fmt: skip
     run(
         "A (5 tokens), B (9) and C (3) wait, and the budget is 10", scheduler_with(three()), 10,
@@ -225,7 +252,8 @@ def check_admit(admit: Callable[[Scheduler, int], list[Scheduled]]) -> None:
          ([("A", 5), ("B", 0)], "A chunk of 0 tokens means that the request does not come in.")],
     )  # fmt: skip
     run(
-        "the same with a budget of 14", scheduler_with(three()), 14, all_three[:2],
+        "A (5 tokens), B (9) and C (3) wait, and the budget is 14", scheduler_with(three()), 14,
+        all_three[:2],
         [([("A", 5)], "5 + 9 tokens fit into a budget of 14 exactly."),
          (all_three, "Each request that comes in makes the budget smaller.")],
     )  # fmt: skip
@@ -251,21 +279,35 @@ def check_admit(admit: Callable[[Scheduler, int], list[Scheduled]]) -> None:
         [([("E", 5)], "It computes its outputs again as well: all tokens that are missing."),
          ([("E", 1)], "It has outputs, and yet nothing of it is computed: all are missing.")],
     )  # fmt: skip
+    name = "8 of B's 9 tokens are in the cache, and the budget is 6"
+    first = (
+        "Match the prefix first, and keep its answer in num_computed_tokens: only what that leaves "
+        "missing counts."
+    )
     manager = Remembering(64, 4)
+    scheduler = scheduler_with(three(), manager=manager)
     run(
-        "8 of B's 9 tokens are in the cache, and the budget is 6",
-        scheduler_with(three(), manager=manager), 6, [("A", 5), ("B", 1)],
-        [([("A", 5)], "Match the prefix first: only what it leaves missing counts."),
-         ([("A", 5), ("B", 9)], "Match the prefix first: only what it leaves missing counts.")],
+        name, scheduler, 6, [("A", 5), ("B", 1)],
+        [([("A", 5)], first), ([("A", 5), ("B", 9)], first)],
     )  # fmt: skip
     expect_equal(
-        "the same: what is offered to publish", [("A", 0, 5), ("B", 8, 9)], manager.offered,
+        f"{name}: what is offered to publish", [("A", 0, 5), ("B", 8, 9)], manager.offered,
         "Call self.publish_prompt(seq, num_new) for each request that comes in.",
     )  # fmt: skip
     run(
-        "the same with a budget of 5",
+        "8 of B's 9 tokens are in the cache, and the budget is 5",
         scheduler_with(three(), manager=Remembering(64, 4)), 5, [("A", 5)],
         [([("A", 5), ("B", 1)], "Each request that comes in makes the budget smaller.")],
+    )  # fmt: skip
+    expect_equal(
+        f"{name}: num_prefix_queries and num_prefix_hits", [5 + 9, 8],
+        [scheduler.num_prefix_queries, scheduler.num_prefix_hits],
+        "Copy in the bookkeeping for each request that comes in.",
+    )  # fmt: skip
+    expect_equal(
+        f"{name}: num_cached_tokens of A and B", [0, 8],
+        [seq.num_cached_tokens for seq in scheduler.running],
+        "Copy in the bookkeeping for each request that comes in.",
     )  # fmt: skip
 
 
@@ -342,9 +384,10 @@ def check_choose_victim(choose_victim: Callable[[Scheduler], Sequence]) -> None:
     for name, sizes, arrivals in (
         ("one request runs", {"A": 9}, [0.0]),
         ("A, B and C came in, in this order", {"A": 7, "B": 12, "C": 9}, [1.0, 2.0, 3.0]),
-        ("the same, all arrived at one moment", {"A": 7, "B": 12, "C": 9}, [1.0, 1.0, 1.0]),
+        ("A, B and C came in, in this order, and all arrived at one moment",
+         {"A": 7, "B": 12, "C": 9}, [1.0, 1.0, 1.0]),
         ("B came in last, and holds the most blocks", {"A": 8, "C": 5, "B": 13}, [1.0, 2.0, 3.0]),
-    ):
+    ):  # fmt: skip
         case(name)
         running = [request(n, size, 1, size) for n, size in sizes.items()]
         for seq, arrival in zip(running, arrivals, strict=True):

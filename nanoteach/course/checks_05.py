@@ -25,12 +25,13 @@ def check_hash_block(hash_block: Callable[[bytes, list[int]], bytes]) -> None:
             hint = "Your function returned None: is a `return` missing?"
         raise Wrong("the type of a name", "bytes", f"{type(first).__name__} {first!r}", hint)
     expect(
-        "the same block, named again", hash_block, root, [1, 2, 3, 4], to_be=first,
+        "[1, 2, 3, 4] at the beginning, named again", hash_block, root, [1, 2, 3, 4],
+        to_be=first,
         likely="Equal blocks must have equal names, or nothing is ever found again.",
     )  # fmt: skip
     other = hash_block(b"x" * 32, [1, 2, 3, 4])
     cases = [
-        ("the same tokens, after another block", first, other,
+        ("[1, 2, 3, 4] at the beginning, and after another block", first, other,
          "K and V depend on all tokens before, so the parent's name must go into the hash."),
         ("[1, 2, 3, 4] and [4, 3, 2, 1]", first, hash_block(root, [4, 3, 2, 1]),
          "The order of the tokens matters."),
@@ -44,7 +45,7 @@ def check_hash_block(hash_block: Callable[[bytes, list[int]], bytes]) -> None:
          "Token ids go beyond 65,535: two bytes are not enough for each."),
         ("two blocks that differ in their last token", first, hash_block(root, [1, 2, 3, 5]),
          "Every token of the block must go into the hash."),
-        ("two parents, the same tokens", other, hash_block(b"x" * 31 + b"y", [1, 2, 3, 4]),
+        ("[1, 2, 3, 4] after two other blocks", other, hash_block(b"x" * 31 + b"y", [1, 2, 3, 4]),
          "The whole name of the parent must go into the hash."),
     ]  # fmt: skip
     for name, one, two, words in cases:
@@ -67,10 +68,13 @@ def request(token_ids: list[int], salt: str | None = None) -> Sequence:
     return Sequence("R", list(token_ids), SamplingParams(cache_salt=salt))
 
 
-def donor() -> Manager:
-    """A pool in which TEXT lies in the blocks 3, 4, 5 and 6, and the first three have names."""
+def donor(num_filler: int = 12) -> Manager:
+    """A pool in which TEXT lies in the blocks 3, 4, 5 and 6, and the first three have names.
+
+    num_filler: tokens of somebody who holds the blocks before it.
+    """
     manager = Manager(12, 4)
-    manager.allocate(Sequence("filler", [9] * 12, SamplingParams()), 12)
+    manager.allocate(Sequence("filler", [9] * num_filler, SamplingParams()), num_filler)
     seq = Sequence("donor", list(TEXT), SamplingParams())
     manager.allocate(seq, len(TEXT))
     manager.publish(seq, 0, len(TEXT))
@@ -85,6 +89,7 @@ def donor() -> Manager:
 def check_longest_prefix(_: Callable[..., Any]) -> None:
     """By hand: TEXT's first twelve tokens are cached, in the blocks 3, 4 and 5."""
     whole = "At most all tokens but one: a step must compute something, or it has no score to give."
+    missing = "If it is a KeyError: block_of has no block for a name that is missing. Stop there."
     for name, tokens, right, likely in (
         ("all 13 tokens are the same", TEXT, [3, 4, 5],
          [([3, 4], "Three blocks hold 12 of the 13 tokens: one is left, and that is enough."),
@@ -101,13 +106,22 @@ def check_longest_prefix(_: Callable[..., Any]) -> None:
         ("the first token is another", [1, *TEXT[1:]], [], None),
     ):  # fmt: skip
         manager = donor()
-        case(name)
+        case(name, missing)
         expect_equal(name, right, manager.longest_prefix(request(tokens)), likely)
+
+    name = "all 13 tokens are the same, and they lie in the blocks 0 to 3"
+    manager = donor(num_filler=0)
+    case(name)
+    expect_equal(
+        name, [0, 1, 2], manager.longest_prefix(request(TEXT)),
+        [([], "Block 0 is a block too: compare with None."),
+         ([1, 2], "Block 0 is a block too: compare with None.")],
+    )  # fmt: skip
 
     name = "the second of three blocks is no longer cached"
     manager = donor()
     manager.forget(4)
-    case(name)
+    case(name, missing)
     expect_equal(
         name, [3], manager.longest_prefix(request(TEXT)),
         [([3, 5], "Stop at the first block that is missing: a prefix has no holes."),
@@ -124,7 +138,7 @@ def check_longest_prefix(_: Callable[..., Any]) -> None:
         [([3], "All its tokens count, those it generated too: it must compute them again.")],
     )  # fmt: skip
 
-    name = "the same tokens under another salt"
+    name = "all 13 tokens are the same, under another salt"
     manager = donor()
     case(name)
     expect_equal(
@@ -168,7 +182,10 @@ def check_match_prefix(_: Callable[..., Any]) -> None:
             manager.ref_counts[3:7] = [0, 0, 0, 0]
             manager.free_blocks = OrderedDict.fromkeys((6, 7, 8, 9, 10, 11, 5, 4, 3))
         free = [block for block in manager.free_blocks if block not in table]
-        case(name)
+        first_free = list(manager.free_blocks)[: len(table)]
+        others_too = [count + (block in first_free) for block, count in enumerate(counts)]
+        any_block = "take_free_block takes the first free block, not the one that was found."
+        case(name, "If it is a KeyError: a block that somebody holds is not among the free ones.")
         got = manager.match_prefix(seq)
         expect_equal(
             f"{name}: what is returned", 4 * len(table), got,
@@ -177,13 +194,15 @@ def check_match_prefix(_: Callable[..., Any]) -> None:
         )  # fmt: skip
         expect_equal(
             f"{name}: owner.block_table", table, seq.block_table,
-            [([], "The blocks are found, and the owner must also hold them: block_table.")],
+            [([], "The blocks are found, and the owner must also hold them: block_table."),
+             (first_free, any_block)],
         )  # fmt: skip
         expect_equal(
             f"{name}: ref_counts", counts, manager.ref_counts,
             [(held, "The new holder is not counted: add 1 to what is there. "
               "Otherwise the block is free as soon as one of the two is over."),
-             ([1] * 3 + [0] * 9, "The new holder is not counted.")],
+             ([1] * 3 + [0] * 9, "The new holder is not counted."),
+             (others_too, any_block)],
         )  # fmt: skip
         expect_equal(
             f"{name}: free_blocks", free, list(manager.free_blocks),
@@ -253,7 +272,7 @@ def check_take_free_block(_: Callable[..., Any]) -> None:
     manager.free_blocks[6] = None
     manager.free_blocks.move_to_end(6, last=False)
     manager.ref_counts[6] = 0
-    case(name)
+    case(name, "If it is a KeyError: a free block need not have a name.")
     look(name, manager.take_free_block(), 6, {3, 4})
     case("the next one, 4")
     look("the next one, 4", manager.take_free_block(), 4, {3})
