@@ -143,7 +143,7 @@ def run_ladder(args: argparse.Namespace) -> int:
     if not all(row.comparison.exact for row in rows if row.comparison):
         print("\nA stage differs from transformers: please report this.", file=sys.stderr)
         return 1
-    print("\nOpen next: nanoteach/naive.py, where the ladder begins. README.md has the way on.")
+    print("\nOpen next: notebooks/00_measure_first.ipynb. `make lab` opens it in JupyterLab.")
     return 0
 
 

@@ -22,6 +22,7 @@ SUPPORTED = (
     "Qwen3 (Qwen3ForCausalLM), Qwen2 and Qwen2.5 (Qwen2ForCausalLM), Llama (LlamaForCausalLM)"
 )
 
+BACKENDS = ("auto", "sdpa", "triton")
 LATER = ("top_p", "top_k", "min_p", "seed", "n", "logprobs", "presence_penalty")
 
 Options = TypeVar("Options")
@@ -192,7 +193,9 @@ class EngineConfig:
 
     `num_gpu_blocks_override` fixes the number of blocks in the KV pool (on any device);
     otherwise `kv_cache_memory_bytes` sizes it; otherwise `gpu_memory_utilization` of the GPU's
-    memory, or 1 GiB on a CPU.
+    memory, or 1 GiB on a CPU. `attention_backend`: `sdpa` runs anywhere and is what `auto` takes;
+    `triton` wants an NVIDIA GPU and is faster by far, and new. `enforce_eager`: it records no CUDA
+    graphs.
     """
 
     block_size: int = 16
@@ -203,6 +206,8 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
@@ -217,6 +222,11 @@ class EngineConfig:
                 f"not {share!r}"
             )
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
+        check_flag("enforce_eager", self.enforce_eager)
+        if self.attention_backend not in BACKENDS:
+            raise ValueError(
+                f"attention_backend is one of {', '.join(BACKENDS)}, not {self.attention_backend!r}"
+            )
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -19,7 +19,7 @@ from nanoteach.hub import check_device, default_device, default_model, resolve_m
 from nanoteach.loader import check_dtype, eos_token_ids, load_model, load_tokenizer
 from nanoteach.prefix_cache import PrefixCachingBlockManager
 from nanoteach.sequence import Sequence
-from nanoteach.stages import Parts, build_chunked
+from nanoteach.stages import Parts, build_engine
 from nanoteach.types import (
     CompletionOutput,
     RequestOutput,
@@ -141,7 +141,7 @@ class Engine:
         decoder = load_model(folder, device, dtype, max_model_len=self.config.max_model_len)
         self.tokenizer = load_tokenizer(folder)
         eos = eos_token_ids(folder)
-        self.core = build_chunked(Parts(decoder, self.config, eos, clock, self.trace))
+        self.core = build_engine(Parts(decoder, self.config, eos, clock, self.trace))
         self.requests: dict[str, Request] = {}
         self.changed: dict[str, Request] = {}
         """Requests of `step`'s whose news it has not delivered yet."""

@@ -8,13 +8,24 @@ Knows: requests as token ids. Does not know: text.
 
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
+from typing import Protocol
 
 from nanoteach.block_manager import blocks_needed
 from nanoteach.cost_model import Clock, WallClock, Work
-from nanoteach.model_runner import ModelRunner
-from nanoteach.scheduler import Scheduler
+from nanoteach.model import Decoder
+from nanoteach.scheduler import Scheduled, Scheduler
 from nanoteach.sequence import Sequence
 from nanoteach.types import SamplingParams, Trace, prepare_batch, prepare_request
+
+
+class Runner(Protocol):
+    """What runs a step: `ModelRunner`, or a later stage's."""
+
+    model: Decoder
+
+    def execute(self, scheduled: list[Scheduled]) -> list[int | None]:
+        """The next token of each request, or None for one whose tokens are not all computed yet."""
+        ...
 
 
 class EngineCore:
@@ -23,7 +34,7 @@ class EngineCore:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: Runner,
         max_model_len: int,
         eos_token_ids: SequenceOf[int] = (),
         clock: Clock | None = None,

@@ -1,9 +1,12 @@
 """Every stage of the course as something that can run: the same loop proves and times them all.
 
 A stage is a choice of parts. From stage 4 on the engine core stays, and a stage changes what it is
-given: a block manager, a scheduler.
+given: a block manager, a scheduler, an attention, a runner. Those from 7 on want an NVIDIA GPU, and
+nothing of them is imported before they are built.
 """
 
+import importlib.util
+import os
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -111,22 +114,27 @@ def static_batch(parts: Parts, cache: BatchCache, rows: int) -> StaticBatchGener
     )
 
 
-def paged_attention(parts: Parts) -> PagedAttention:
+def paged_attention(
+    parts: Parts, attention_class: type[PagedAttention] = PagedAttention
+) -> PagedAttention:
     """The pool and its attention."""
     model, config = parts.model, parts.config
-    return PagedAttention(
+    return attention_class(
         model.config, parts.num_blocks, config.block_size, model.dtype, model.device
     )
 
 
 def build_core(
-    parts: Parts, manager_class: type[BlockManager], scheduler_class: type[Scheduler]
+    parts: Parts,
+    manager_class: type[BlockManager],
+    scheduler_class: type[Scheduler],
+    attention_class: type[PagedAttention] = PagedAttention,
 ) -> EngineCore:
-    """Stages 4 to 6: one core, other parts."""
+    """Stages 4 to 7: one core, other parts."""
     config, trace = parts.config, parts.trace
     manager = manager_class(parts.num_blocks, config.block_size, trace)
     scheduler = scheduler_class(manager, config.max_num_seqs, config.max_num_batched_tokens, trace)
-    runner = ModelRunner(parts.model, paged_attention(parts))
+    runner = ModelRunner(parts.model, paged_attention(parts, attention_class))
     return EngineCore(
         scheduler, runner, parts.max_model_len, parts.eos_token_ids, parts.clock, trace
     )
@@ -145,6 +153,54 @@ def build_prefix(parts: Parts) -> EngineCore:
 def build_chunked(parts: Parts) -> EngineCore:
     """Stage 6."""
     return build_core(parts, block_manager_class(parts.config), ChunkedPrefillScheduler)
+
+
+def build_flash(parts: Parts) -> EngineCore:
+    """Stage 7: our own attention, which reads the pool where it lies."""
+    from nanoteach.triton_backend import TritonAttention
+
+    return build_core(
+        parts, block_manager_class(parts.config), ChunkedPrefillScheduler, TritonAttention
+    )
+
+
+def build_graphs(parts: Parts) -> EngineCore:
+    """Stage 8: fused kernels in CUDA graphs, and the next step prepared while one runs."""
+    from nanoteach.cuda_graphs import GraphRunner
+    from nanoteach.fused_decoder import FusedDecoder
+    from nanoteach.overlapped import OverlappedEngineCore
+
+    config, trace = parts.config, parts.trace
+    manager = block_manager_class(config)(parts.num_blocks, config.block_size, trace)
+    scheduler = ChunkedPrefillScheduler(
+        manager, config.max_num_seqs, config.max_num_batched_tokens, trace
+    )
+    decoder = FusedDecoder(parts.model, paged_attention(parts), config.max_num_seqs)
+    runner = GraphRunner(
+        decoder, config.max_num_seqs, parts.max_model_len, config.max_num_batched_tokens
+    )
+    if parts.model.device.type == "cuda" and not config.enforce_eager:
+        runner.capture()
+    return OverlappedEngineCore(
+        scheduler, runner, parts.max_model_len, parts.eos_token_ids, parts.clock, trace
+    )
+
+
+def build_engine(parts: Parts) -> EngineCore:
+    """What `Engine` runs on: stage 6, or stage 8 where `attention_backend` is `triton`.
+
+    Raises ValueError where a backend is asked for that can't run here.
+    """
+    if parts.config.attention_backend != "triton":
+        return build_chunked(parts)
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("attention_backend = 'triton' needs Triton: pip install triton")
+    if parts.model.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            "attention_backend = 'triton' needs an NVIDIA GPU; without one, TRITON_INTERPRET=1 "
+            "in the environment runs its kernels on the CPU, slowly"
+        )
+    return build_graphs(parts)
 
 
 def block_manager_class(config: EngineConfig) -> type[BlockManager]:
@@ -170,3 +226,11 @@ STAGES = [
     Stage(5, "prefix_caching", ("prefix_cache",), build_prefix),
     Stage(6, "chunked_prefill", ("chunked_prefill",), build_chunked),
 ]
+
+GPU_STAGES = [
+    Stage(7, "flash_attention", ("triton_attention", "triton_backend"), build_flash),
+    Stage(
+        8, "cuda_graphs", ("kernels", "fused_decoder", "cuda_graphs", "overlapped"), build_graphs
+    ),
+]
+"""Those that want an NVIDIA GPU."""

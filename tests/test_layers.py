@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import nanoteach
-from nanoteach.stages import STAGES
+from nanoteach.stages import GPU_STAGES, STAGES
 
 PACKAGE = Path(nanoteach.__file__).parent
 
@@ -33,7 +33,8 @@ Places = dict[str, int]
 def places() -> Places:
     """The stage of every module. Raises ValueError where two claim the same one."""
     listed = [(name, 0) for name in STAGE_0]
-    listed += [(name, stage.number) for stage in STAGES for name in stage.modules]
+    stages = [*STAGES, *GPU_STAGES]
+    listed += [(name, stage.number) for stage in stages for name in stage.modules]
     listed += [(name, LAST) for name in ALL]
     result = dict(listed)
     if len(result) < len(listed):

@@ -156,8 +156,8 @@ def _about_names(error: BaseException, target: Target) -> list[tuple[str, str]]:
     return [
         (
             "likely",
-            f"Your function runs inside {where} and sees what that module imports and "
-            "defines, not the notebook's names. Import or define what you need inside it.",
+            f"A typo, or a name of the notebook's. Your function runs inside {where} and sees what "
+            "that module imports and defines; import or define what else you need inside it.",
         )
     ]
 

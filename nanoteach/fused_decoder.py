@@ -1,0 +1,162 @@
+"""Stage 8. The decoder of stage 1 in few kernels: seven a layer for one token, ten for many.
+
+The arithmetic is the same; what changes is how often a value goes to memory and back, and how many
+launches that takes. With very few tokens a matrix product is limited by reading its weights, and
+our own (`thin_linear`) reads them faster than cuBLAS; with more, cuBLAS wins.
+
+Knows: the order of the kernels. Does not know: requests, blocks, graphs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoteach.kernels.embed import embed
+from nanoteach.kernels.launch import has_dependent_launch
+from nanoteach.kernels.rms_norm import add_rms_norm
+from nanoteach.kernels.rope_attention import rope_attention
+from nanoteach.kernels.rope_store import rope_store
+from nanoteach.kernels.sample import lm_head_and_sample, sample
+from nanoteach.kernels.silu_and_mul import silu_and_mul
+from nanoteach.kernels.thin_linear import few_linear, thin_linear
+from nanoteach.model import Decoder, LayerWeights, rope_table
+from nanoteach.paged_attention import PagedAttention
+from nanoteach.triton_attention import chunk_attention, decode_attention
+from nanoteach.triton_backend import MAX_SPLITS, TILE_ROWS
+
+THIN = 8
+"""Most tokens for which our own products beat cuBLAS's."""
+FUSED = 4
+"""Most tokens for which one kernel for rotary, store and attention beats two."""
+ONE = {"qkv": (2, 2), "output": (4, 4), "gate_up": (4, 2), "down": (4, 4)}
+FEW = {"qkv": (16, 8), "output": (8, 4), "gate_up": (16, 8), "down": (8, 4)}
+"""Rows of the weight a program, and warps: the fastest of those tried, in the chain (H200)."""
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """A step in tensors, int32 all of them but temperatures. Decodes come first.
+
+    input_ids, positions, slots: `[num_tokens]`; a slot of -1 is padding.
+    tables: `[num_seqs, most blocks]`. decode_lens: of each sequence with one new token, all its
+    tokens, `[most decodes]`; 0 for padding and for others.
+    seq_lens, query_starts, tile_seqs, tile_starts: see `chunk_attention`; empty in a step of
+    decodes only.
+    logit_indices: tokens that are followed by a sample, `[num_samples]`; sample_positions, seeds
+    and temperatures are those of the samples.
+    splits: into how many parts a decode's history is cut.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    decode_lens: Tensor
+    seq_lens: Tensor
+    query_starts: Tensor
+    tile_seqs: Tensor
+    tile_starts: Tensor
+    logit_indices: Tensor
+    sample_positions: Tensor
+    seeds: Tensor
+    temperatures: Tensor
+    tables: Tensor
+    splits: int
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether every token is a sequence of its own, and so is sampled after."""
+        return len(self.tile_seqs) == 0
+
+
+class FusedDecoder:
+    """Runs a step from token ids to sampled tokens, all of it on the device."""
+
+    def __init__(self, model: Decoder, pool: PagedAttention, max_num_seqs: int) -> None:
+        self.model, self.config, self.weights = model, model.config, model.weights
+        self.pool = pool
+        # `few_linear` norms a row that is one chunk of 1,024 at most.
+        self.thin = THIN if model.config.hidden_size <= 1024 else 1
+        device = model.device
+        cos, sin = rope_table(model.config, model.max_model_len)
+        self.cos, self.sin = cos.squeeze(1).to(device), sin.squeeze(1).to(device)
+        self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self.pdl = device.type == "cuda" and has_dependent_launch()
+        rows = (max_num_seqs, model.config.num_heads, MAX_SPLITS)
+        self.partial = torch.empty(*rows, model.config.head_dim, device=device)
+        self.partial_lse = torch.empty(rows, device=device)
+
+    def run(self, step: StepInputs) -> None:
+        """One step; its tokens are in `sampled` afterwards."""
+        num_tokens = len(step.input_ids)
+        thin = step.decodes_only and (num_tokens == 1 or num_tokens <= self.thin)
+        hidden = self.thin_layers(step) if thin else self.layers(step)
+        if not step.decodes_only:
+            hidden = hidden.index_select(0, step.logit_indices)
+        w, eps, out = self.weights, self.config.rms_norm_eps, self.sampled[: len(hidden)]
+        race = (step.seeds, step.sample_positions, step.temperatures, out)
+        if len(hidden) == 1:
+            lm_head_and_sample(hidden, w.lm_head, w.norm, eps, *race, self.pdl)
+        else:
+            x = add_rms_norm(hidden, None, w.norm, eps, self.pdl)
+            sample(F.linear(x, w.lm_head), *race, self.pdl)
+
+    def thin_layers(self, step: StepInputs) -> Tensor:
+        """Few tokens: each product in one kernel with what comes before and after it."""
+        eps, pdl = self.config.rms_norm_eps, self.pdl
+        linear, shape = (thin_linear, ONE) if len(step.input_ids) == 1 else (few_linear, FEW)
+        hidden = embed(step.input_ids, self.sampled, self.weights.embedding, pdl)
+        for layer, w in enumerate(self.weights.layers):
+            qkv = linear(
+                hidden, w.qkv, w.qkv_bias, shape["qkv"], norm=w.input_norm, eps=eps, pdl=pdl
+            )
+            x = self.attend(layer, w, qkv, step)
+            hidden = linear(x, w.output, w.output_bias, shape["output"], residual=hidden, pdl=pdl)
+            x = linear(
+                hidden, w.gate_up, None, shape["gate_up"], norm=w.post_norm, eps=eps, silu=True,
+                pdl=pdl,
+            )  # fmt: skip
+            hidden = linear(x, w.down, None, shape["down"], residual=hidden, pdl=pdl)
+        return hidden
+
+    def layers(self, step: StepInputs) -> Tensor:
+        """Many tokens: cuBLAS, and between its products one kernel each."""
+        eps, pdl = self.config.rms_norm_eps, self.pdl
+        hidden = embed(step.input_ids, self.sampled, self.weights.embedding, pdl)
+        x = add_rms_norm(hidden, None, self.weights.layers[0].input_norm, eps, pdl)
+        for layer, w in enumerate(self.weights.layers):
+            attended = self.attend(layer, w, F.linear(x, w.qkv, w.qkv_bias), step)
+            x = F.linear(attended, w.output, w.output_bias)
+            x = add_rms_norm(x, hidden, w.post_norm, eps, pdl)
+            x = F.linear(silu_and_mul(F.linear(x, w.gate_up), pdl), w.down)
+            if layer + 1 < len(self.weights.layers):
+                x = add_rms_norm(x, hidden, self.weights.layers[layer + 1].input_norm, eps, pdl)
+        return hidden.add_(x)
+
+    def attend(self, layer: int, w: LayerWeights, qkv: Tensor, step: StepInputs) -> Tensor:
+        """Attention `[num_tokens, num_heads * head_dim]` from the rows of the QKV product."""
+        k_pool, v_pool, n = self.pool.k[layer], self.pool.v[layer], len(step.decode_lens)
+        out = qkv.new_empty(len(qkv), self.config.num_heads, self.config.head_dim)
+        workspace = (self.partial, self.partial_lse)
+        if step.decodes_only and n <= FUSED:
+            rope_attention(
+                qkv, w.qk_norm, self.cos, self.sin, k_pool, v_pool, step.tables, step.decode_lens,
+                step.slots, out, self.config.rms_norm_eps, step.splits, workspace, self.pdl,
+            )  # fmt: skip
+            return out.flatten(1)
+        q = rope_store(
+            qkv, w.qk_norm, step.positions, step.slots, self.cos, self.sin, k_pool, v_pool,
+            self.config.num_heads, self.config.rms_norm_eps, self.pdl,
+        )  # fmt: skip
+        if n:
+            decode_attention(
+                q[:n], k_pool, v_pool, step.tables, step.decode_lens, out[:n], step.splits,
+                workspace, self.pdl,
+            )  # fmt: skip
+        if not step.decodes_only:
+            chunk_attention(
+                q, k_pool, v_pool, step.tables, step.query_starts, step.seq_lens, step.tile_seqs,
+                step.tile_starts, out, block_m=TILE_ROWS,
+            )  # fmt: skip
+        return out.flatten(1)

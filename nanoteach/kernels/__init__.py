@@ -1,0 +1,1 @@
+"""Stage 8. Triton kernels, each in a file with its story."""

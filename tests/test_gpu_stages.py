@@ -1,0 +1,83 @@
+"""Stages 7 and 8 give the tokens of stage 6. Without a GPU, in Triton's interpreter, on a toy."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import save_random_model
+
+from nanoteach.config import EngineConfig
+from nanoteach.engine import Engine
+from nanoteach.loader import load_model
+from nanoteach.stages import GPU_STAGES, Parts, Stage, build_chunked
+from nanoteach.types import SamplingParams
+
+pytest.importorskip("triton")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
+    folder = save_random_model(tmp_path_factory.mktemp("model"), max_position=128)
+    model = load_model(folder, DEVICE, torch.float32)
+    config = EngineConfig(
+        block_size=3, num_gpu_blocks_override=18, max_num_seqs=4, max_num_batched_tokens=20
+    )
+    return Parts(model, config)
+
+
+@pytest.mark.parametrize(
+    ("stage", "padded"),
+    [(GPU_STAGES[0], False), (GPU_STAGES[1], False), (GPU_STAGES[1], True)],
+    ids=["flash_attention", "cuda_graphs", "cuda_graphs-padded"],
+)
+def test_same_tokens(stage: Stage, padded: bool, parts: Parts) -> None:
+    """Chunks beside decodes, prefix hits, one to four decodes a step, and preemption.
+
+    padded: in the buffers that graphs are recorded with, run without a graph.
+    """
+    rng = random.Random(0)
+    shared = [rng.randrange(90) for _ in range(13)]
+    prompts = [
+        shared[:common] + [rng.randrange(90) for _ in range(n)]
+        for common, n in ((13, 1), (0, 30), (13, 7), (13, 2), (13, 5))
+    ]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (14, 4, 12, 13, 6)]
+    core: Any = stage.build(parts)
+    if padded:
+        runner = core.runner
+        # 4: as many tokens as requests, and yet not one each
+        runner.mixed_sizes = [4, 8, *runner.mixed_sizes]
+        sizes = [("mixed", size) for size in runner.mixed_sizes]
+        sizes += [("decode", size) for size in runner.decode_sizes]
+        runner.graphs = {size: (runner.buffer(*size), None) for size in sizes}
+    assert core.generate(prompts, params) == build_chunked(parts).generate(prompts, params)
+    assert core.scheduler.num_preemptions and core.scheduler.num_prefix_hits
+    assert core.check() == []
+
+
+def test_the_engine_runs_on_a_backend_by_name(tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path, max_position=64)
+    texts = [
+        Engine(folder, device=DEVICE, dtype="float32", attention_backend=backend, block_size=4)
+        .generate("fox", SamplingParams(max_tokens=3), use_tqdm=False)[0]
+        .outputs[0]
+        .text
+        for backend in ("sdpa", "triton")
+    ]
+    assert texts[0] == texts[1] != ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_triton_without_a_gpu_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_random_model(tmp_path, max_position=64)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="needs an NVIDIA GPU"):
+        Engine(folder, device="cpu", attention_backend="triton")
+    with pytest.raises(ValueError, match="attention_backend is one of auto, sdpa, triton"):
+        Engine(folder, device="cpu", attention_backend="flash")
