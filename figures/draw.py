@@ -68,12 +68,14 @@ def ladder_table(model: str) -> str:
     """A ladder as a Markdown table, with what it ran on."""
     ladder = result(f"ladder-{model}")
     machine = ladder["environment"]
+    repeated = any(len(row["seconds"]) > 1 for row in ladder["rows"])
+    spread = "Medians, with the slowest and fastest run" if repeated else "One run of each"
     lines = [
         f"`{ladder['command']}` on {machine['machine']}, {machine['cores']} cores, torch "
         f"{machine['torch']}, {machine['date']}: {ladder['requests']} requests, "
         f"{ladder['prompt_tokens']:,} prompt tokens, {ladder['output_tokens']:,} output tokens, "
-        f"at most {ladder['width']} requests side by side. Medians, with the slowest and fastest "
-        "run; the longest step is how long a request may wait for its next token.",
+        f"at most {ladder['width']} requests side by side. {spread}; the longest step is how long "
+        "a request may wait for its next token.",
         "",
         "| | output tokens/s | runs | longest step | same tokens as transformers |",
         "|---|--:|--:|--:|---|",
@@ -82,10 +84,9 @@ def ladder_table(model: str) -> str:
         low, high = (ladder["output_tokens"] / pick(row["seconds"]) for pick in (max, min))
         steps = row["longest_steps"] if row["stage"] else []
         step = f"{1000 * statistics.median(steps):,.0f} ms" if steps else ""
-        lines.append(
-            f"| {row['name']} | {speed(ladder, row):,.1f} | {low:,.1f} to {high:,.1f} | {step} "
-            f"| {row['verdict']} |"
-        )
+        runs = f"{low:,.1f} to {high:,.1f}" if len(row["seconds"]) > 1 else "one"
+        name, verdict = row["name"], row["verdict"]
+        lines.append(f"| {name} | {speed(ladder, row):,.1f} | {runs} | {step} | {verdict} |")
     batches, last = ladder["rows"][1], ladder["rows"][-1]
     ratio = speed(ladder, last) / speed(ladder, batches)
     lines += ["", f"The last stage has {ratio:.2f} times the tokens/s of transformers' batches."]

@@ -46,12 +46,12 @@ class StepBuffer:
             "logit_indices": samples, "sample_positions": samples, "seeds": samples,
             "temperatures": samples,
         }  # fmt: skip
-        starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
-        total = sum(sizes.values())
-        cuda = tables.is_cuda
+        # Each begins at 16 bytes: Triton compiles anew for pointers that are aligned differently.
+        padded = [-(-size // 4) * 4 for size in sizes.values()]
+        starts = dict(zip(sizes, np.cumsum([0, *padded]).tolist(), strict=False))
+        total, cuda = sum(padded), tables.is_cuda
         self.device = torch.zeros(total, dtype=torch.int32, device=tables.device)
         self.hosts = [torch.zeros(total, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
-        self.turn = 0
 
         def cut(flat: Tensor) -> dict[str, Tensor]:
             return {name: flat[starts[name] : starts[name] + size] for name, size in sizes.items()}
@@ -59,16 +59,12 @@ class StepBuffer:
         views = cut(self.device)
         views["temperatures"] = views["temperatures"].view(torch.float32)
         self.inputs = StepInputs(**views, tables=tables, splits=splits)
+        self.inputs.slots.fill_(-1)  # a graph is recorded by a run, which must store nothing
         self.views = [{k: v.numpy() for k, v in cut(host).items()} for host in self.hosts]
 
-    def host(self) -> dict[str, np.ndarray]:
-        """The arrays to fill for the next step."""
-        self.turn = 1 - self.turn
-        return self.views[self.turn]
-
-    def send(self) -> StepInputs:
+    def send(self, turn: int) -> StepInputs:
         """Copy what was filled to the device, in one piece, without waiting for it."""
-        self.device.copy_(self.hosts[self.turn], non_blocking=True)
+        self.device.copy_(self.hosts[turn], non_blocking=True)
         return self.inputs
 
 
@@ -117,6 +113,7 @@ class GraphRunner:
             [(None, 0)] * max_num_seqs for _ in range(2)
         ]
         self.turn = 0
+        self.events: list[torch.cuda.Event | None] = [None, None]
         self.tokens = [
             torch.zeros(max_num_seqs, dtype=torch.int32, pin_memory=cuda) for _ in range(2)
         ]
@@ -128,20 +125,19 @@ class GraphRunner:
 
     def capture(self, progress: bool = True) -> None:
         """Record the graphs, the largest first, so that the smaller ones fit into its memory."""
-        memory = torch.cuda.graph_pool_handle()
+        memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         sizes = [("mixed", size) for size in reversed(self.mixed_sizes)]
         sizes += [("decode", size) for size in reversed(self.decode_sizes)]
         for kind, size in tqdm(
             sizes, desc="Recording CUDA graphs", disable=None if progress else True
         ):
             buffer = self.buffer(kind, size)
-            stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # compiles the kernels, and lets libraries set up
                 self.decoder.run(buffer.inputs)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory):
+            with torch.cuda.graph(graph, pool=memory, stream=stream):
                 self.decoder.run(buffer.inputs)
             self.graphs[kind, size] = buffer, graph
 
@@ -181,20 +177,25 @@ class GraphRunner:
         place = bisect_left(sizes, num_tokens)
         recorded = self.graphs.get((kind, sizes[place])) if place < len(sizes) else None
         buffer, graph = recorded or (self.exact_buffer(scheduled), None)
-        self.turn = 1 - self.turn
-        self.fill(buffer.host(), scheduled)
-        self.send_tables([seq.block_table for seq, _ in scheduled])
-        inputs = buffer.send()
-        if graph:
-            graph.replay()
-        else:
-            self.decoder.run(inputs)
-        host, done = self.tokens[self.turn], None
-        host.copy_(self.decoder.sampled, non_blocking=True)
-        if self.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
-        return PendingTokens([part.gives_token for part in scheduled], host, done)
+        turn = self.turn = 1 - self.turn
+        last_use = self.events[turn]
+        if last_use:  # two steps ago: it is over, unless that step's tokens were never asked for
+            last_use.synchronize()
+        try:
+            self.fill(buffer.views[turn], scheduled)
+            self.send_tables([seq.block_table for seq, _ in scheduled])
+            inputs = buffer.send(turn)
+            if graph:
+                graph.replay()
+            else:
+                self.decoder.run(inputs)
+            self.tokens[turn].copy_(self.decoder.sampled, non_blocking=True)
+        finally:
+            if self.device.type == "cuda":
+                self.events[turn] = torch.cuda.Event()
+                self.events[turn].record()  # type: ignore[union-attr]
+        gives_token = [part.gives_token for part in scheduled]
+        return PendingTokens(gives_token, self.tokens[turn], self.events[turn])
 
     def fill(self, to: dict[str, np.ndarray], scheduled: list[Scheduled]) -> None:
         """Write a step's numbers into arrays, padding the rest.

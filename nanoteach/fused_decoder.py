@@ -90,7 +90,7 @@ class FusedDecoder:
     def run(self, step: StepInputs) -> None:
         """One step; its tokens are in `sampled` afterwards."""
         num_tokens = len(step.input_ids)
-        thin = step.decodes_only and (num_tokens == 1 or num_tokens <= self.thin)
+        thin = step.decodes_only and num_tokens <= self.thin
         hidden = self.thin_layers(step) if thin else self.layers(step)
         if not step.decodes_only:
             hidden = hidden.index_select(0, step.logit_indices)

@@ -76,7 +76,10 @@ class OverlappedEngineCore(EngineCore):
             self.flight = Flight(scheduled, self.runner.launch(scheduled))
         elif flight is None:
             raise RuntimeError("the scheduler found nothing to do while requests wait")
-        return self.settle(flight) if flight else []
+        changed = self.settle(flight) if flight else []
+        if not self.sequences:
+            self.flight = None  # it was launched before it was known that nobody needs it
+        return changed
 
     def settle(self, flight: Flight) -> list[Sequence]:
         """Book a step, once its tokens are there."""
@@ -118,8 +121,9 @@ class OverlappedEngineCore(EngineCore):
         if not self.flight:
             return super().check()
         self.flight.promise(last_too=True)
-        problems = super().check()
-        for seq in self.sequences.values():
-            while seq.token_ids[-1] < 0:
-                seq.token_ids.pop()
-        return problems
+        try:
+            return super().check()
+        finally:
+            for seq in self.sequences.values():
+                while seq.token_ids[-1] < 0:
+                    seq.token_ids.pop()

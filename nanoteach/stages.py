@@ -195,10 +195,16 @@ def build_engine(parts: Parts) -> EngineCore:
         return build_chunked(parts)
     if importlib.util.find_spec("triton") is None:
         raise ValueError("attention_backend = 'triton' needs Triton: pip install triton")
-    if parts.model.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    device, interpreted = parts.model.device, os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
         raise ValueError(
             "attention_backend = 'triton' needs an NVIDIA GPU; without one, TRITON_INTERPRET=1 "
             "in the environment runs its kernels on the CPU, slowly"
+        )
+    if device.index:
+        raise ValueError(
+            f"attention_backend = 'triton' runs on the first GPU, not on {device}: choose another "
+            "with CUDA_VISIBLE_DEVICES"
         )
     return build_graphs(parts)
 

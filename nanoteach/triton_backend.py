@@ -112,7 +112,8 @@ class TritonAttention(PagedAttention):
         """See `AttentionBackend.attend`."""
         assert isinstance(metadata, TritonMetadata)
         self.store(layer, k, v, metadata.slot_mapping)
-        q, out, m = q.contiguous(), torch.empty_like(q), metadata
+        q, m = q.contiguous(), metadata
+        out = torch.empty_like(q)
         n, splits = len(m.decode_lens), m.splits
         k_pool, v_pool = self.k[layer], self.v[layer]
         if n:

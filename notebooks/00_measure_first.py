@@ -229,7 +229,7 @@ for tokens in (1024, 4096, 32768):
     print(f"{tokens:6,} tokens each: {max_requests(qwen, memory, tokens):4} requests")
 
 # %% [markdown]
-# Notebooks 02 and 03 are about this number. First it is wasted, then it is not.
+# Notebooks 02 and 03 are about this memory. In 02 most of it is wasted, in 03 hardly any.
 #
 # ## Who looks at whom
 #
@@ -496,7 +496,9 @@ reveal("H200, requests of 1,024 tokens until twice as many gain less than 10%", 
 #
 # ## The roofline
 #
-# The same in one picture. To the right: more FLOPs for each byte that is read. As long as a step
+# The same as a picture. On the right is the table from above, also for other lengths (the *context*
+# is how many tokens a request has). On the left is the roofline. (A *chunk* is a part of a prompt;
+# notebook 06.) Further right there: more FLOPs for each byte moved. As long as a step
 # lies on the slope, memory limits it; under the flat part, computing does. The corner is where
 # both take the same time: on an H200 at 182 FLOPs a byte. The prefill of 512 has 385.
 
@@ -514,13 +516,15 @@ pictures.roofline(
 )
 
 # %% [markdown]
-# Turn the knobs: from which context does doubling 32 requests to 64 gain less than 10%?
+# Turn the knobs (in a running notebook): from which context does doubling 32 requests to 64 gain
+# less than 10%? (Here the context counts the new token too. So 32 requests of 1,024 have 27,868
+# tokens/s, a little more than in the table.)
 
 # %% tags=["nbval-ignore-output"]
 widgets.roofline()
 
 # %% [markdown]
-# The answer, of the contexts that the knob has:
+# From 2,048 on, of the contexts that the knob has:
 
 # %%
 for context in (512, 1024, 2048, 4096):
@@ -529,7 +533,9 @@ for context in (512, 1024, 2048, 4096):
 
 # %% [markdown]
 # Where the corner lies depends on the GPU. The prefill of 512 has 385 FLOPs a byte: on which GPU is
-# even that limited by memory?
+# even that limited by memory? (Only the H200's numbers are measured. The others are peaks from
+# datasheets, which no program quite reaches; so do not compare the H200 with the H100 by this
+# table.)
 
 # %%
 cost = step_cost(qwen, prefill)
@@ -590,10 +596,10 @@ print(
 # later notebook moves one of these, or the number of requests that share a step.
 #
 # The clock also bounds a public benchmark, that of nano-vLLM: 256 requests, with prompts and
-# outputs of 100 to 1,024 tokens, drawn with seed 0. All prompts are computed at first; then all
-# requests decode together, until the longest is done. An engine that computes all prompts first
-# cannot run it faster on an H200 than this. (One that mixes prompts into the decode steps can, a
-# little; that is notebook 06.)
+# outputs of 100 to 1,024 tokens, drawn with seed 0. All prompts are computed first; then the
+# requests decode together, and each leaves when it is done. An engine that computes all prompts
+# first cannot run it faster on an H200 than this. (One that mixes prompts into the decode steps
+# can, a little; that is notebook 06.)
 
 # %%
 draw = random.Random(0)

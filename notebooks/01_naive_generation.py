@@ -62,8 +62,8 @@ predict("H200, 1,024 in, 128 out: naive is slower than a cache by a factor of", 
 # ## A model is a folder
 #
 # `tiny` is a small model that lies in this repository. It has the same architecture as Qwen3, and
-# has read nothing but small stories and sums. `resolve_model` turns a model's name into a folder.
-# Three files in it matter for now.
+# has read nothing but small stories, sums, and chats and facts about a small world. `resolve_model`
+# turns a model's name into a folder. Three files in it matter for now.
 
 # %%
 folder = resolve_model(default_model())
@@ -503,7 +503,7 @@ same("the four rows after all layers, with a fifth token there", with_a_fifth[:4
 # ## 7. Output, and the first addition
 #
 # The 4 heads of 64 values are laid side by side, multiplied with the matrix `output`, and **added**
-# to the hidden state from step 1.
+# to the hidden state from section 1.
 
 # %%
 after_attention = hidden + attended.reshape(4, 256) @ first_layer.output.T
@@ -562,7 +562,7 @@ same("hidden at the end", at_the_end, last_hidden)
 # ## 10. Scores
 #
 # One last norm. Then the product with the LM head: 2,048 rows of 320 values, one row for each token
-# that there is. In `tiny` it is the embedding matrix of step 1 once more. The result is a score
+# that there is. In `tiny` it is the embedding matrix of section 1 once more. The result is a score
 # for each token, a **logit**. Only the last position's are needed: they are about what comes after
 # "There was once a". The other positions' next tokens are in the text already.
 
@@ -576,8 +576,8 @@ for score, token in zip(best.values.tolist(), best.indices.tolist(), strict=True
 print("greedy takes", greedy(logits).tolist(), repr(tokenizer.decode(greedy(logits))))
 
 # %% [markdown]
-# That is the whole decoder. Open `nanoteach/model.py` and read `Decoder.forward`: it has steps 1 to
-# 9 in this order, in about twenty lines, for any number of tokens and heads. Step 10 is
+# That is the whole decoder. Open `nanoteach/model.py` and read `Decoder.forward`: it has sections 1
+# to 9 in this order, in about twenty lines, for any number of tokens and heads. Section 10 is
 # `Decoder.logits`.
 #
 # `greedy` takes the highest score. That makes a text that is always the same, which is what we
@@ -659,9 +659,9 @@ show("nanoteach.naive.NaiveGenerator.generate_one")
 # `STAGES` lists every engine of this course. The first is this one, on whatever parts are in
 # place: yours, and the package's for the rest.
 #
-# We give it a request that you will meet in every notebook: **request F**. A chat model wants its
-# prompt in the form that it was trained on. The tokenizer's *chat template* writes who speaks, and
-# where the answer begins.
+# We give it a request that you will meet in every notebook from here on: **request F**. A chat
+# model wants its prompt in the form that it was trained on. The tokenizer's *chat template* writes
+# who speaks, and where the answer begins.
 
 # %%
 chat = [{"role": "user", "content": "Tell me a story about a fox."}]
@@ -734,7 +734,7 @@ pictures.naive_triangle(clock.steps, cached.steps)
 # %% [markdown]
 # 1,420 tokens went through the model, and only 55 of them were new. (There are 56 in the text. The
 # last one was sampled, but never went in: nobody asked what comes after it.) The orange-red
-# triangle is pure repetition. Remember step 6: the rows of earlier tokens do not change when a
+# triangle is pure repetition. Remember section 6: the rows of earlier tokens do not change when a
 # later one comes. Everything in the triangle had the same result as the time before.
 #
 # The triangle grows with the **square** of the length. Twice as many output tokens make it nearly
@@ -808,7 +808,8 @@ print("limited by computing from", first, "tokens on")
 # ## Measure it
 #
 # And on the machine in front of you? It has far less arithmetic for each byte, so little is hidden.
-# `measure` finds its ceilings; the prediction is made of them, in float32.
+# `measure` finds its ceilings anew; the prediction is made of them, in float32. (They may differ
+# from those of notebook 00: a machine is not equally fast at all times.)
 
 # %% tags=["nbval-ignore-output"]
 here = measure("cpu")
@@ -860,7 +861,7 @@ for name, tokens in zip(patients, sick, strict=True):
 # %% [markdown]
 # The chat is as it should be. Whoever tests with chats finds nothing. The plain text is the end of
 # a story, and then something odd happens: the model asks itself a question, in the name of the
-# user. Here is what transformers says to the same two prompts, and the trace of the second.
+# user. Here both are compared with what transformers writes; then comes the trace of the second.
 
 # %%
 right = references(folder, list(patients.values()), limit, eos)
@@ -907,11 +908,10 @@ else:
 # %% [markdown]
 # <details><summary>The diagnosis, and the mend</summary>
 #
-# It should have ended with step 1, token 0, <|endoftext|>; step 2 is the first too many. That token
-# ends a text; token 2,
-# <|im_end|>, ends what one speaker says. After step 1 the model begins another document of the
-# kind that it has read, and this happens to be a chat. It stopped at step 13 by luck: the chat has
-# the one end token that the engine knows.
+# It should have ended with step 1, token 0, <|endoftext|>; step 2 is the first too many. Token 0
+# ends a text; token 2, <|im_end|>, ends what one speaker says. After step 1 the model begins
+# another document of the kind that it has read, and this happens to be a chat. It stopped at step
+# 13 by luck: the chat has the one end token that the engine knows.
 #
 # config.json has one end token, the number 2. But generation_config.json has the list 2, 0, and
 # that is the file that says how to generate. With Llama 3 it was the same, with the two tokens'

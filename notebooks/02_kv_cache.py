@@ -33,7 +33,7 @@ from nanoteach.cost_model import (
     max_requests,
     step_cost,
 )
-from nanoteach.course import exercise, installed, open_notebook, pictures, predict, show
+from nanoteach.course import exercise, installed, open_notebook, pictures, predict, reveal, show
 from nanoteach.hardware import hardware_named, measure
 from nanoteach.hub import default_model, resolve_model
 from nanoteach.kv_cache import (
@@ -169,7 +169,7 @@ print_changed(alone, kv_of(edited))
 # In layer 0 only the token itself has another K and V. Above layer 0 every later token has, because
 # it has looked at position 3 on its way. Keep both halves in mind:
 #
-# - K/V of a token **never change when text is added**. That is this notebook.
+# - K/V of a token **never change when text is added after it**. That is this notebook.
 # - K/V of a token **depend on all tokens before it**. That is notebook 05.
 #
 # ## The last token has no K/V yet
@@ -235,6 +235,12 @@ for prompt in (64, 256, 424, 425, 1024, 8192):
     print(f"{prompt:6,} {slow:8,.0f} tok/s {fast:8,.0f} tok/s   x {fast / slow:.3f}")
 print(f"({h200.name}, simulated)")
 
+# %% tags=["nbval-ignore-output"]
+slow, fast = gain(64)
+reveal("H200, 64 in, 128 out: a cache is faster by a factor of", fast / slow, "times")
+doubled = next(p for p in range(256, 1024) if gain(p)[1] >= 2 * gain(p)[0])
+reveal("H200, 128 out: a cache doubles the speed from prompts of", doubled, "tokens")
+
 # %% [markdown]
 # With 64 tokens: nothing at all. A factor of 2 comes at 425. Why nothing? A step must read all the
 # weights, 1.19 GB, and that takes longer than computing the 64 to 191 tokens of the text. The
@@ -248,11 +254,11 @@ for tokens in (244, 245):
     print(f"limited by {cost.limit(h200)}")
 
 # %% [markdown]
-# From 245 tokens on, computing takes longer than reading, and the triangle costs time. At 8,192 it
-# costs nearly all of it.
+# From 245 tokens on, computing takes longer than reading, and the triangle costs time. With a
+# prompt of 8,192 tokens it takes nearly all of the time.
 #
-# A CPU has far fewer FLOPs for each byte that it can read. There the cache pays from the first
-# tokens on; you will measure it below.
+# A CPU has far fewer FLOPs for each byte that it can read. There the cache pays for short texts,
+# too; you will measure it below.
 #
 # The cache is not free. It takes memory:
 
@@ -367,8 +373,8 @@ print(repr(tokenizer.decode(broken)))
 # %% [markdown]
 # The first token is right: it comes from the prompt's own step, where the triangle is right. Then
 # the model has forgotten everything but the first token of the chat, <|im_start|>. After that one
-# it expects a speaker's name, so it writes one, again and again. People meet this again and
-# again; PyTorch's issues [115111](https://github.com/pytorch/pytorch/issues/115111) and
+# it expects a speaker's name, so it writes one, again and again. Many people have met
+# this; PyTorch's issues [115111](https://github.com/pytorch/pytorch/issues/115111) and
 # [144858](https://github.com/pytorch/pytorch/issues/144858) are about it.
 #
 # There is a reason to need *some* mask, though. Several requests decode in one step, and their
@@ -480,9 +486,9 @@ print(metadata.mask.int())
 # ## Plug it in
 #
 # `ContiguousKVCache.attend` puts the parts together: append, then attend. Prompts go through
-# `causal_attention`, which you know from 01. Decode steps go through `decode_attention`, all rows
-# at once, under your mask. The model itself has not changed in any line.
-# Look for the `if`: one new token a row, or not. The mask is used in one branch alone.
+# `causal_attention`, which does what you did by hand in section 6 of notebook 01. Decode steps go
+# through `decode_attention`, all rows at once, under your mask. The model itself has not changed in
+# any line. Look for the `if`: one new token a row, or not. The mask is used in one branch alone.
 
 # %%
 show("nanoteach.kv_cache.ContiguousKVCache.attend")
@@ -503,8 +509,8 @@ print(tokenizer.decode(story))
 # a step, **until all of them are done**. Then comes the next batch.
 #
 # Each row is reserved for the longest request that it could get. Whether a request fits is
-# therefore a matter of its largest length, known before it begins. And here the last token's
-# missing K/V count: F has 16 tokens, and a row of 32 slots lets it write 17 more.
+# therefore a matter of its largest length, known before it begins. And here it counts that the last
+# token needs no K/V: F has 16 tokens, and a row of 32 slots lets it write 17 more.
 
 # %%
 tight = StaticBatchGenerator(
@@ -520,7 +526,7 @@ except ValueError as error:
 # Six requests in four rows make two batches: the first four, then the other two.
 #
 # What does a batch look like from inside? Take four requests that want 10, 20, 50 and 100 tokens,
-# and let the batch run. (A pretended model, which only counts, takes the real one's place in this
+# and let the batch run. (A stand-in, which only counts, takes the real one's place in this
 # run. The loop and the cache are the real ones.)
 
 # %%
@@ -587,9 +593,9 @@ print(compare(expected, build(2).generate(prompts, params)))
 # %% [markdown]
 # ## Measure it
 #
-# Four requests, F among them, that write 8, 16, 24 and 32 tokens. First the naive loop, then the
-# cache with one row, one request after the other, then with four rows. The bound beside each is
-# the cost model's, for `tiny` in float32 on the ceilings of this machine.
+# Four requests, F among them, that write 8, 16, 24 and 32 tokens. First the naive loop; then the
+# cache with one row, so one request after the other; then the cache with four rows. The bound
+# beside each is the cost model's, for `tiny` in float32 on the ceilings of this machine.
 
 # %% tags=["nbval-ignore-output"]
 here = measure("cpu")
@@ -635,7 +641,7 @@ for name, stage, rows in (("naive", "naive", 1), ("1 row", "rows", 1), ("4 rows"
 #
 # Somebody finds the loop of the static batch too complicated. Why keep track of who is done? Let
 # every row decode as long as the batch runs, and cut the texts to their length afterwards. On the
-# first day this raised an error about the mask: one of the rows had become wider than a row is.
+# first day this raised an error about the mask: a text had become longer than its row.
 # So they limited the mask's width to the row's. Since then it runs. Read both classes before you go
 # on.
 
@@ -675,10 +681,10 @@ class PatientCache(ContiguousKVCache):
 
 
 # %% [markdown]
-# **The symptom.** Two requests. A has two sums behind it and asks a third, 76 tokens. It needs 12
-# more for its answer. B is short, and asks for a story about a robot and a silver bell, 56 tokens.
-# Rows are as long as the longest of them needs: 76 + 12 - 1 = 87 slots. So A has the slots 0 to 86,
-# and B those from 87 on.
+# **The symptom.** Two requests. A has two sums behind it and asks a third: its prompt has 76
+# tokens, and its answer takes 12. B asks for a story about a robot and a silver bell: a prompt of
+# 20 tokens, and it writes 56. Rows are as long as the longest of them needs: 76 + 12 - 1 = 87
+# slots. So A has the slots 0 to 86, and B those from 87 on.
 
 # %%
 pair = [prompts[1], prompts[3]]
@@ -741,7 +747,8 @@ except IndexError:
     print("The largest that was given:", max(max(slots) for slots in swapped.given))
 
 # %% [markdown]
-# **The trace.** The slots of some steps: A's, then B's.
+# **The trace.** The slots of some steps: A's, then B's. (Steps are counted from 1 here. The
+# comparison above counts from 0, so its step 39 is step 40 here.)
 
 # %%
 for number in (2, 11, 12, 13, 14, 15, 40):
@@ -753,7 +760,8 @@ for number in (2, 11, 12, 13, 14, 15, 40):
 # was there before? Why does the mask not help, and why is it an error in the other order? Then mend
 # `SimpleBatch` above, and run the cells again, until both requests are right in both orders, and A
 # gets no slot above 86. (Right tokens alone are not enough: B's story can survive one wrong slot.
-# The limit of the mask's width is not the disease. Which of the two was it?)
+# The limit of the mask's width is not the disease. It hides the disease. In which of the two
+# classes is that?)
 #
 # <details><summary>Answer</summary>
 #
@@ -822,10 +830,11 @@ print("silver bell" in mended_story)
 #
 # - *Rows that are done wait for the longest.* In the batch of 10, 20, 50 and 100 tokens, rows were
 #   in use 45% of the time.
-# - *Rows are reserved for what a request could become.* 14 GiB of K/V are 32 rows of 4,096 tokens,
-#   even if all requests are short. The next cell counts what was really filled in that batch, whose
-#   prompts have 5 tokens: in rows of 5 + 100 - 1 slots, then in rows of 4,096. (K/V of requests
-#   that are done count as filled here, though nobody needs them; 04 ends that.)
+# - *Rows are reserved for what a request could become.* 14 GiB of Qwen3-0.6B's K/V are 32 rows of
+#   4,096 tokens, even if all requests are short. The next cell counts what was really filled in the
+#   batch of 10, 20, 50 and 100, whose prompts have 5 tokens: in rows of 5 + 100 - 1 slots, then in
+#   rows of 4,096. (K/V of requests that are done count as filled here, though nobody needs them; 04
+#   ends that.)
 
 # %%
 filled = sum(held.filled for step in batch.memory for held in step.values())

@@ -28,7 +28,16 @@ import torch
 from nanoteach.block_manager import BlockManager
 from nanoteach.config import EngineConfig
 from nanoteach.cost_model import SHAPES, Work, kv_bytes_per_token, max_requests, step_cost
-from nanoteach.course import exercise, installed, open_notebook, pictures, predict, show, widgets
+from nanoteach.course import (
+    exercise,
+    installed,
+    open_notebook,
+    pictures,
+    predict,
+    reveal,
+    show,
+    widgets,
+)
 from nanoteach.course.pictures import RecordingClock, Request, static_run
 from nanoteach.hardware import hardware_named, measure
 from nanoteach.hub import resolve_model
@@ -125,10 +134,10 @@ for name, run in (("rows", rows), ("pages", pages)):
 # because an answer is seldom as long as it could be. In the serving systems of 2023, 20% to 38% of
 # this memory held tokens (Kwon et al., whose paper brought pages to serving; see the end).
 #
-# The waste of the pages has one part: the last page of each request is partly empty. It does not
-# grow with the text. (K/V of requests that are done count as filled here. In the picture, A, B, D
-# and E were done at step 16 or before, and they still hold their pages. 04 ends that.) How much of
-# what the pages hold is filled, and for a request that still writes?
+# As long as a request writes, its pages waste in one place: the last of them is partly empty. It
+# does not grow with the text. (K/V of requests that are done count as filled here. In the picture,
+# A, B, D and E were done at step 16 or before, and they still hold their pages. 04 ends that.) How
+# much of what the pages hold is filled for a request that still writes?
 
 # %%
 stays = pictures.static_stays(pages.steps, [len(o) for o in in_rows])
@@ -185,7 +194,7 @@ same_memory()
 # ## Predict
 #
 # Four times as many requests decode in one step. What does that gain? And what does it gain here,
-# on this machine, with our small model, if 24 requests share one batch in the place of four at a
+# on this machine, with our small model, if 24 requests share one batch, instead of four at a
 # time? Put your numbers in the place of `...`.
 
 # %%
@@ -202,6 +211,11 @@ for together in (reserved, used):
     seconds = cost.seconds(h200)
     speed = together / seconds
     print(f"{together:3} requests: {1000 * seconds:.3f} ms a step, {speed:6,.0f} tokens/s")
+
+# %% tags=["nbval-ignore-output"]
+slow, fast = (n / step_cost(qwen, [Work(1, 1024)] * n).seconds(h200) for n in (reserved, used))
+name = "H200, Qwen3-0.6B, 1,024 tokens each: 128 decode together, not 32"
+reveal(name, fast / slow, "times as fast")
 
 # %% [markdown]
 # 1.2 times, not four. At 32 requests most of what a step reads is K/V already, and nobody shares
@@ -364,7 +378,8 @@ pictures.block_tables(pool(), highlight="F", title="three requests")
 # %% [markdown]
 # F's blocks are scattered over the pool, and it does not matter: its table knows them, in the order
 # of the text. Now B is done and gives its blocks back, the last of its table first. They go to the
-# end of the line of free ones. A and F go on, and in the end they live in places that were B's.
+# end of the line of free ones. A and F go on. A takes fresh blocks; in the end F lives in all those
+# that were B's.
 
 # %%
 manager.free(owners["B"])
@@ -609,6 +624,7 @@ for number, name in ((2, "rows"), (3, "pages")):
 for which in ("predicted", "measured"):
     a, b = (getattr(speed, which) for speed in speeds.values())
     print(f"{which:9}  rows {a:7,.0f}, pages {b:7,.0f} tokens/s: {b / a:.1f} times")
+reveal("this machine, tiny, short chats: 24 in a batch, not 4", b / a, "times as fast")
 
 # %% tags=["nbval-ignore-output"]
 pictures.ladder({"this machine": list(speeds.values())})
@@ -761,8 +777,7 @@ print(compare(healthy, outcome))
 #
 # ```
 #     else:
-#         needed = -(-num_tokens // self.block_size)
-#         missing = max(0, needed - len(owner.block_table))
+#         missing = max(0, -(-num_tokens // self.block_size) - len(owner.block_table))
 # ```
 #
 # Now both branches say the same, and the `if` can go: an empty table has length 0. What is left is

@@ -17,7 +17,8 @@
 # **At the end your engine takes in a request at any step, lets it go at the step in which it is
 # done, and when memory runs out, sets one aside without changing a single token.**
 #
-# 75 minutes. It needs the pages of notebook 03; no GPU, and no download.
+# 75 minutes. It needs the cost model of notebook 00 and the pages of notebook 03; no GPU, and no
+# download.
 
 # %% tags=["nbval-ignore-output"]
 import copy
@@ -84,7 +85,8 @@ print(f"{len(static.steps)} steps; a slot works {used:.0%} of the time")
 #
 # ## Predict
 #
-# The eight answers have 360 tokens together. Say what you think, before you go on.
+# The eight answers have 360 tokens together. The second question is about *ragged* requests, whose
+# prompts and answers have many different lengths. Say what you think, before you go on.
 
 # %%
 all_done = "eight requests, four slots, each free slot refilled at once: all eight done after"
@@ -97,7 +99,8 @@ predict(gain, ..., "times")
 # need at least 90 steps. The static batches took 160.
 #
 # For the second number the cost model must look at a whole run. 128 requests, with prompts of 20
-# to 200 tokens and answers of 10 to 400, in 32 slots, on the virtual clock of an H200:
+# to 200 tokens and answers of 10 to 400, in 32 slots, on the virtual clock of notebook 00, an
+# H200's:
 
 # %%
 draw = random.Random(0)
@@ -133,7 +136,7 @@ reveal(all_done, len(continuous.steps), "steps")
 # D alone needs 100 steps. In four more it waits, while the prompts of E, F, G and H are computed:
 # 100 + 4. These are the thin hatched stripes. Keep them in mind; notebook 06 makes them go away.
 #
-# What must change in the engine? Three things, and each is an exercise:
+# What must change in the engine? Three things, and they make four exercises:
 #
 # 1. A step must be able to compute **anything**: whole prompts of different lengths, or one token
 #    of each of many requests. That is packing.
@@ -607,8 +610,8 @@ print(tokenizer.decode(request_f.output_token_ids))
 # ## Prove it
 #
 # Eleven ragged requests, request F first. transformers answers them one at a time. The engine
-# answers them all together, in pools of 200, 24 and 16 blocks. The small ones are too small for
-# six requests that grow.
+# has six slots, and pools of 200, 24 and 16 blocks. The small ones are too small for six requests
+# that grow.
 
 # %%
 texts = [
@@ -684,7 +687,9 @@ pictures.ladder({"this machine": rungs})
 # %% [markdown]
 # The predicted *rate* is a bound that `tiny` does not reach: the model is so small that most of a
 # step is Python. The *gain* is another matter. It comes from the number of steps, 104 instead of
-# 160, and a step costs about as much in both. But not quite as much. Count the rows, a row being
+# 160, and a step costs about as much in both. But not exactly, so the measured gain may lie to
+# either side of the predicted one: stage 4 decides and packs anew in every step, and stage 3
+# computes more rows. Count them, a row being
 # one request in one step:
 
 # %%
@@ -898,9 +903,9 @@ print(f"{longest / usual:.0f} times as long")
 #   one function for prefills and another for decodes. Ours needs one.
 # - vLLM 0.14.0,
 #   [vllm/v1/core/sched/scheduler.py](https://github.com/vllm-project/vllm/blob/v0.14.0/vllm/v1/core/sched/scheduler.py):
-#   a request is its tokens and the number computed, as here. Running requests come first there,
-#   and prompts in chunks; you get there in notebook 06. It preempts the last of the running ones,
-#   sets its computed tokens to 0, and puts it at the front of the queue.
+#   a request is its tokens and the number computed, as here. Running requests come first there, and
+#   prompts in chunks; you get there in notebook 06. It preempts the last of the running ones, sets
+#   its computed tokens to 0, and puts it at the front of the queue.
 #
 # ### To read
 #

@@ -397,8 +397,9 @@ print(tokenizer.decode(first[0]))
 # %% [markdown]
 # ## One block, several holders
 #
-# Notebook 03 gave each block a number in `ref_counts`: how many hold it. So far it was 0 or 1. Now
-# it may be any number, and a block is free again when the *last* holder lets go. `free` does this
+# The block manager of notebook 03 has a number for each block, in `ref_counts`: how many hold it.
+# You have not needed it, since it was 0 or 1. Now it may be any number, and a block is free again
+# when the *last* holder lets go. `free` does this
 # already: it takes 1 away from the count of each block, and a block that is at 0 joins the free
 # ones.
 #
@@ -492,8 +493,9 @@ pictures.prefix_tree(pictures.prefix_nodes(run.manager, run.sequences.values()),
 # block, A's tokens have put their K and V of layer 1 there; in layer 2 it is the same, and so on. A
 # name may be given out before its block is filled, as long as it is filled before anybody reads it.
 #
-# It is a promise, though. If the step fails, the promise is broken. So `begin_step` remembers what
-# was published since, and `take_back` withdraws it:
+# It is a promise, though. If the step fails, the promise is broken. So `publish` notes which blocks
+# it named, `begin_step` begins a new list, and after a failure `take_back` withdraws all that is on
+# it:
 
 # %%
 core = engine_of(5, num_blocks=64)
@@ -570,8 +572,8 @@ print("without a name", [b for b in done.manager.free_blocks if b not in done.ma
 #   it.
 # - Return the block.
 #
-# An example: the free blocks are 5, 4 and 3, and `name_of` has 5 and 3. The first call returns 5,
-# and afterwards only 3 has a name. The second returns 4, which had none.
+# An example: the free blocks are 4, 5 and 3, and `name_of` has 5 and 3. The first call returns 4,
+# which had none. The second returns 5, and afterwards only 3 has a name.
 
 
 # %%
@@ -790,8 +792,9 @@ for stage, milliseconds in last.items():
 # earlier too. But the end is only halved, because decoding costs as before: each request still
 # reads its own history, shared or not.
 #
-# And on this machine? Stage 4 would take long for all thirty-two, so it gets three, and the time is
-# that of one request. The prediction is the cost model's, with the ceilings of this machine.
+# And on this machine? Stage 4 would take long for all thirty-two, so it gets three of them. To
+# compare, each time is divided by the number of requests. The prediction is the cost model's, with
+# the ceilings of this machine.
 
 # %% tags=["nbval-ignore-output"]
 clock = VirtualClock(model.config, here, bytes_per_value=4)

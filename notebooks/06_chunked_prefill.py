@@ -144,7 +144,7 @@ print(f"(simulated, {h200.name})")
 # %% [markdown]
 # Read it from below.
 #
-# - From 8,192 down to 512 the last column hardly moves: a chunk of 512 is limited by computing, so
+# - From 8,192 down to 256 the last column hardly moves: a chunk of 256 is limited by computing, so
 #   the weights are read in the shadow of the arithmetic. The decodes ride along, nearly for free.
 # - At 128 and below every chunk is limited by memory. At 64, each step reads 1.19 GB for 64 tokens,
 #   and D takes more than twice as long.
@@ -179,7 +179,8 @@ print("FLOPs a byte; the corner is at", round(h200.flops / h200.read_bandwidth))
 # `admit` takes requests from the queue. For each it asks `chunk`: "this request is missing
 # `num_missing` tokens, and `budget` tokens are left in this step. How many shall it compute?"
 #
-# In stage 4 the answer was all of them or none (0 means: not now). Hence a rule that you have met:
+# In stage 4 the answer was all of them or none (0 means: not now). Hence a rule of stages 4 and 5,
+# which the engine checks when it is built:
 # a step's budget had to hold the longest request, since a longer one would have waited for ever.
 # From now on a part will do.
 #
@@ -423,7 +424,7 @@ longer = engine(6, budget=8).generate([prompts[0]], SamplingParams(max_tokens=60
 print(tokenizer.decode(longer, skip_special_tokens=True))
 
 # %% [markdown]
-# F's story is the same one as in every notebook before.
+# F's story is the same one as in every notebook since 01.
 #
 # ## The stall is gone
 #
@@ -453,9 +454,10 @@ pictures.step_timeline(
 )
 
 # %% [markdown]
-# Each chunk but the last has 509 tokens: three of the 512 belong to A, B and C. The longest wait
-# went from 19 ms to under 2. D got its first token 0.4 ms later, and everybody is
-# done *earlier*: while D was read, A, B and C went on. Their decodes rode in D's steps, which
+# Each chunk but the last has 509 tokens: three of the 512 belong to A, B and C. So there are 17
+# chunks here, and not 16 as above. The longest wait went from 19 ms to under 2. D got its first
+# token 0.4 ms later, and everybody is done *earlier*: while D was read, A, B and C went on. Their
+# decodes rode in D's steps, which
 # computing limits; what the decodes read came in its shadow.
 #
 # A bound again: the virtual clock lets computing and reading overlap perfectly. A real GPU does
@@ -485,9 +487,10 @@ capstone.trade(points, after.clock.label)
 # counts. It even rises a little, because the three decodes push the last of D's tokens into one
 # more step. At 8,192 that makes 19.48 ms, where prompts first had 18.99.
 #
-# 256 is nearly the best in both. 128 and 512 each pay in one of them: 128 costs D a quarter of its
-# TTFT, and 512 has 3.5 times the shortest ITL. That is no law of nature: it is the corner of the
-# roofline, for this model on this GPU.
+# At 256 the TTFT is the best of all, and the ITL is 1.8 times the shortest. To either side one of
+# them gets much worse: at 128 D waits a quarter longer for its first token, and at 512 the ITL is
+# more than 3.5 times the shortest. That is no law of nature: it is the corner of the roofline, for
+# this model on this GPU.
 #
 # And your third prediction? The table above had 49.87 ms for D in chunks of 64, with three decodes
 # beside each. The run has less:
@@ -627,7 +630,7 @@ for documents in (1, 2, 4):
     good = traced_run(load, scheduler=ChunkedPrefillScheduler, max_num_batched_tokens=512)
     waits = [1e3 * longest_gap(r.steps, "A").seconds for r in (run, good)]
     print(
-        f"{documents} documents: A waits up to {waits[0]:5.2f} ms, "
+        f"documents: {documents}, A waits up to {waits[0]:5.2f} ms, "
         f"in stage 6 {waits[1]:.2f} ms   ({run.clock.label})"
     )
 
@@ -688,8 +691,8 @@ except Exception as error:  # a body of `...` returns None
 # Look at steps 19 to 34: D 512, D 512, D 512, and nobody beside it. The prompt is cut, but the
 # pieces follow each other without a gap, because of `if not chunks`: decodes are served only in a
 # step in which there is no prompt to read. Sixteen steps of 1.2 ms stall as long
-# as one step of 19 ms. And with a second document on the way before the first is done, the stall
-# has no end; it grows with the load.
+# as one step of 19 ms. And if the next document comes before the last one is read, the stall goes
+# on: 19, 39 and 77 ms with one, two and four of them. It grows with the load.
 #
 # So cutting a prompt is half of the idea. The other half is *who shares the step*. Cutting alone
 # bounds the memory that a step needs, which is worth something, and it does nothing for the ITL.
@@ -723,7 +726,8 @@ except Exception as error:  # a body of `...` returns None
 # - A step's memory is bounded by the budget, and so `max_model_len` may be larger than it. The rule
 #   of stage 4 is gone.
 # - **The bottleneck now** is inside the step. Our attention gathers the whole history of each
-#   chunk, and each operation is a PyTorch call of its own. Notebook 07 begins with attention.
+#   chunk, and each operation is a PyTorch call of its own. Notebook 07, which is being written,
+#   begins with attention.
 #
 # ### In other engines
 #
@@ -732,8 +736,8 @@ except Exception as error:  # a body of `...` returns None
 #   its `schedule` opens with the comment that there is no decoding phase and no prefill phase, only
 #   tokens that are computed and tokens that are not yet. It goes through the running requests in
 #   their order, and then through the queue, with one token budget. It makes no separate pass for
-#   decodes: those that run are older than the prompt that comes in, so they are first anyway.
-#   [An option](https://github.com/vllm-project/vllm/pull/15419) caps what one long prompt gets in a
+#   decodes: those that run are older than the prompt that comes in, so they are first anyway. [An
+#   option](https://github.com/vllm-project/vllm/pull/15419) caps what one long prompt gets in a
 #   step, so that short ones get past it.
 # - **nano-vLLM**, as of [pull request 218](https://github.com/GeeeekExplorer/nano-vllm/pull/218),
 #   [nanovllm/engine/scheduler.py](https://github.com/GeeeekExplorer/nano-vllm/blob/main/nanovllm/engine/scheduler.py):
@@ -811,7 +815,8 @@ print(capstone.table(scores))
 #   and when not? You have `step_cost`, and `capstone.OVERHEAD` is what a step takes besides.
 # - Must the oldest prompt go first? Who gains if the shortest does, and who might starve? The score
 #   doesn't see the TTFT; look at it yourself, as in the cell below.
-# - In the burst, requests are preempted, and all their work is lost. Would it be better not to let
+# - In the burst, requests are preempted, and all their work is lost: the capstone's pool has plain
+#   blocks, without the prefix cache of notebook 05. Would it be better not to let
 #   them in? Blocks that are kept free are lost, too. Try it: it may not pay here.
 
 # %%

@@ -89,9 +89,18 @@ def test_every_name_in_the_prose_resolves(path):
     assert not unknown
 
 
-def test_it_runs_to_the_end_on_the_solutions(path, tmp_path):
+PEAK = """\
+import resource, sys
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print("peak memory", peak * (1 if sys.platform == "darwin" else 1024))"""
+
+
+def test_it_runs_to_the_end_on_the_solutions_in_2_gb(path, tmp_path):
     notebook = answered(read(path), solutions())
+    notebook.cells.append(nbformat.v4.new_code_cell(PEAK))
     execute(notebook, tmp_path)
+    (peak,) = re.findall(r"peak memory (\d+)", notebook.cells[-1].outputs[0].text)
+    assert int(peak) < 2 * 10**9
     said = "".join(
         output.get("text", "") for c in notebook.cells for output in c.get("outputs", [])
     )

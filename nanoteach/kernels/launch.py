@@ -2,7 +2,8 @@
 
 A kernel may start while the one before it still runs (programmatic dependent launch, Hopper): it
 loads what nobody writes, its weights, then waits until the results of the one before are there.
-In a chain of kernels of 3 µs each this hides most of a launch.
+In a chain of kernels of 3 µs each this hides most of a launch. Several kernels may be started in
+this way at once, so what one loads before its wait must be written by no kernel of the same step.
 """
 
 import functools
@@ -26,7 +27,8 @@ def wait_for_inputs(PDL: tl.constexpr):
 def has_dependent_launch() -> bool:
     """Whether the GPU can overlap the start of a kernel with the end of the one before."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return not interpreted and torch.cuda.get_device_capability() >= (9, 0)
+    known = hasattr(tl.extra.cuda, "gdc_wait")  # Triton 3.4 and later
+    return not interpreted and known and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def options(pdl: bool) -> dict[str, Any]:

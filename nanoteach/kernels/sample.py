@@ -78,7 +78,8 @@ def scores_kernel(
     scores = race(
         scores, tokens, tl.load(seeds + row), tl.load(positions + row), tl.load(temperatures + row)
     )
-    scores = tl.where(tokens < VOCAB, scores, float("-inf"))
+    # A score that is no number (a padded row's, say) never wins: it would make any place the best.
+    scores = tl.where((tokens < VOCAB) & (scores == scores), scores, float("-inf"))
     top, index = tl.max(scores, 0, return_indices=True)
     tl.store(best + row * tl.num_programs(1) + block, top)
     tl.store(best_token + row * tl.num_programs(1) + block, block * BLOCK + index)
