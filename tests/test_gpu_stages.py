@@ -23,8 +23,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
     folder = save_random_model(tmp_path_factory.mktemp("model"), max_position=128)
     model = load_model(folder, DEVICE, torch.float32)
+    # Padded, a step of 20 tokens has room for 20 requests: as many of both, and yet not one each.
     config = EngineConfig(
-        block_size=3, num_gpu_blocks_override=18, max_num_seqs=4, max_num_batched_tokens=20
+        block_size=3, num_gpu_blocks_override=18, max_num_seqs=20, max_num_batched_tokens=20
     )
     return Parts(model, config)
 
@@ -49,8 +50,6 @@ def test_same_tokens(stage: Stage, padded: bool, parts: Parts) -> None:
     core: Any = stage.build(parts)
     if padded:
         runner = core.runner
-        # 4: as many tokens as requests, and yet not one each
-        runner.mixed_sizes = [4, 8, *runner.mixed_sizes]
         sizes = [("mixed", size) for size in runner.mixed_sizes]
         sizes += [("decode", size) for size in runner.decode_sizes]
         runner.graphs = {size: (runner.buffer(*size), None) for size in sizes}
