@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from nanoteach.block_manager import blocks_needed
 from nanoteach.fused_decoder import FusedDecoder, StepInputs
 from nanoteach.scheduler import Scheduled
 from nanoteach.triton_backend import choose_splits, tile_tokens, tiles_of
@@ -103,13 +104,13 @@ class GraphRunner:
         self.device = pool.k.device
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.tile_tokens = tile_tokens(self.model.config)
-        width = -(-max_model_len // self.block_size)
+        width = blocks_needed(max_model_len, self.block_size)
         self.tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=self.device)
         cuda = self.device.type == "cuda"
         self.host_tables = [
             torch.zeros(max_num_seqs, width, dtype=torch.int32, pin_memory=cuda) for _ in range(2)
         ]
-        self.rows: list[list[tuple[list[int] | None, int]]] = [
+        self.sent_tables: list[list[tuple[list[int] | None, int]]] = [
             [(None, 0)] * max_num_seqs for _ in range(2)
         ]
         self.turn = 0
@@ -156,7 +157,7 @@ class GraphRunner:
         num_new = [n for _, n in scheduled]
         if max(num_new) == 1:
             return self.buffer("decode", len(num_new))
-        tiles = sum(-(-n // self.tile_tokens) for n in num_new if n > 1)
+        tiles = len(tiles_of([n for n in num_new if n > 1], 0, self.tile_tokens))
         return StepBuffer(
             sum(num_new), num_new.count(1), len(num_new), tiles, len(num_new), self.tables,
             MIXED_SPLITS,
@@ -240,14 +241,14 @@ class GraphRunner:
 
     def send_tables(self, tables: list[list[int]]) -> None:
         """Bring the device's block tables up to these. Only rows that changed are written."""
-        rows, host = self.rows[self.turn], self.host_tables[self.turn].numpy()
+        sent, host = self.sent_tables[self.turn], self.host_tables[self.turn].numpy()
         for i, table in enumerate(tables):
-            known, length = rows[i]
+            known, length = sent[i]
             if known is not table:
                 length = 0
             if length < len(table):
                 host[i, length : len(table)] = table[length:]
-                rows[i] = (table, len(table))
+                sent[i] = (table, len(table))
         count = len(tables)
         self.tables[:count].copy_(self.host_tables[self.turn][:count], non_blocking=True)
 

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoteach.kernels.embed import embed
-from nanoteach.kernels.launch import has_dependent_launch
 from nanoteach.kernels.rms_norm import add_rms_norm
 from nanoteach.kernels.rope_attention import rope_attention
 from nanoteach.kernels.rope_store import rope_store
@@ -25,6 +24,7 @@ from nanoteach.model import Decoder, LayerWeights, rope_table
 from nanoteach.paged_attention import PagedAttention
 from nanoteach.triton_attention import chunk_attention, decode_attention
 from nanoteach.triton_backend import MAX_SPLITS, TILE_ROWS
+from nanoteach.triton_launch import has_dependent_launch
 
 THIN = 8
 """Most tokens for which our own products beat cuBLAS's."""

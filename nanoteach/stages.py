@@ -234,7 +234,9 @@ STAGES = [
 ]
 
 GPU_STAGES = [
-    Stage(7, "flash_attention", ("triton_attention", "triton_backend"), build_flash),
+    Stage(
+        7, "flash_attention", ("triton_launch", "triton_attention", "triton_backend"), build_flash
+    ),
     Stage(
         8, "cuda_graphs", ("kernels", "fused_decoder", "cuda_graphs", "overlapped"), build_graphs
     ),

@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoteach.triton_launch import options, wait_for_inputs
+
 LOG2_E = math.log2(math.e)
 # The kernels use powers of two: exp2 is what the hardware has, and scores are scaled to suit.
 
@@ -83,9 +85,7 @@ def decode_kernel(
 ):  # fmt: skip
     """Program (sequence, K/V head, split)."""
     seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     seq_len = tl.load(seq_lens + seq)
     if seq_len == 0:  # padding
         return
@@ -130,9 +130,7 @@ def combine_kernel(
     """Program (sequence, query head): the splits' results, weighted by their share of the sum."""
     row = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIM)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     if tl.load(seq_lens + tl.program_id(0)) == 0:
         return
     lse = tl.load(partial_lse + row * SPLITS + splits)
@@ -177,8 +175,8 @@ def chunk_kernel(
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, DIM], tl.float32)
-    # Up to here every row sees every key: no mask needed.
     last = tl.minimum(history + first + BLOCK_M // GROUP_ROWS, seq_len)
+    # Up to here every row sees every key: no mask needed.
     clear = (history + first + 1) // BLOCK_N * BLOCK_N
     for start in range(0, clear, BLOCK_N):
         keys_at = start + tl.arange(0, BLOCK_N)
@@ -201,15 +199,9 @@ def chunk_kernel(
         kv_mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
         keys = tl.load(k_pool + places, mask=kv_mask, other=0.0)
         values = tl.load(v_pool + places, mask=kv_mask, other=0.0)
+        seen = keys_at[None, :] <= positions[:, None]
         largest, total, weighted = attend_tile(
-            q_tile,
-            keys,
-            values,
-            keys_at[None, :] <= positions[:, None],
-            scale,
-            largest,
-            total,
-            weighted,
+            q_tile, keys, values, seen, scale, largest, total, weighted
         )
 
     result = (weighted / total[:, None]).to(out.dtype.element_ty)
@@ -240,13 +232,12 @@ def decode_attention(
     group = num_heads // num_kv_heads
     partial, lse = workspace if workspace is not None else (out, out)
     dim = max(16, triton.next_power_of_2(head_dim))
-    extra = {"launch_pdl": True} if pdl else {}
     decode_kernel[(num_seqs, num_kv_heads, splits)](
         q, k_pool, v_pool, tables, seq_lens, out, partial, lse,
         LOG2_E / math.sqrt(head_dim), tables.stride(0), q.stride(0), k_pool.stride(1),
         GROUP=group, GROUP_ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM=dim,
-        BLOCK_SIZE=block_size, BLOCK_N=block_n, SPLITS=splits, WIDE=is_wide(k_pool), PDL=pdl,
-        num_warps=num_warps, num_stages=num_stages, **extra,
+        BLOCK_SIZE=block_size, BLOCK_N=block_n, SPLITS=splits, WIDE=is_wide(k_pool),
+        num_warps=num_warps, num_stages=num_stages, **options(pdl),
     )  # fmt: skip
     if splits > 1:
         combine_splits(partial, lse, seq_lens, out, splits, pdl)
@@ -259,7 +250,7 @@ def combine_splits(
     num_seqs, num_heads, head_dim = out.shape
     combine_kernel[(num_seqs, num_heads)](
         partial, lse, seq_lens, out, HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim),
-        SPLITS=splits, PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {}),
+        SPLITS=splits, num_warps=1, **options(pdl),
     )  # fmt: skip
 
 

@@ -73,15 +73,11 @@ def prepare_request(
     """
     if len(prompt_token_ids) == 0:
         raise ValueError("the prompt is empty: give at least one token")
-    # One look at all of them is ten times as fast as a loop, and the loop finds the culprit.
-    if set(map(type, prompt_token_ids)) != {int} or not (
-        min(prompt_token_ids) >= 0 and max(prompt_token_ids) < vocab_size
-    ):
-        for token in prompt_token_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"{token!r} is no token id of this model: they run from 0 to {vocab_size - 1}"
-                )
+    for token in prompt_token_ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise ValueError(
+                f"{token!r} is no token id of this model: they run from 0 to {vocab_size - 1}"
+            )
     room = max_model_len - len(prompt_token_ids)
     if room < (params.max_tokens or 1):
         raise ValueError(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoteach.kernels.launch import options, wait_for_inputs
+from nanoteach.triton_launch import options, wait_for_inputs
 
 
 @triton.jit

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoteach.kernels.launch import options, wait_for_inputs
 from nanoteach.kernels.rope_store import normed_and_turned
 from nanoteach.triton_attention import (
     LOG2_E,
@@ -22,6 +21,7 @@ from nanoteach.triton_attention import (
     pool_rows,
     store_split,
 )
+from nanoteach.triton_launch import options, wait_for_inputs
 
 
 @triton.jit

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoteach.kernels.launch import options, wait_for_inputs
 from nanoteach.kernels.thin_linear import input_row
+from nanoteach.triton_launch import options, wait_for_inputs
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""How the kernels are launched.
+"""Stage 7. How the kernels are launched.
 
 A kernel may start while the one before it still runs (programmatic dependent launch, Hopper): it
 loads what nobody writes, its weights, then waits until the results of the one before are there.
