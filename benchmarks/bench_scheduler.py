@@ -8,12 +8,17 @@ block to take and a full one to hash. Printed are medians over all steps, beside
 this project set itself: 100 µs and 3 µs a running request.
 """
 
+import argparse
 import statistics
 import time
+from pathlib import Path
+
+import torch
 
 from nanoteach.block_manager import blocks_needed
 from nanoteach.chunked_prefill import ChunkedPrefillScheduler
 from nanoteach.prefix_cache import PrefixCachingBlockManager
+from nanoteach.results import save_result
 from nanoteach.sequence import Sequence
 from nanoteach.types import SamplingParams
 
@@ -50,13 +55,23 @@ def decode_steps(num_running: int) -> list[float]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table, and keep it with `--save FILE`."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
+    save = parser.parse_args().save
+    rows = []
     print("running   median µs   budget µs   µs a request")
     for num_running in (1, 16, 64, 256):
         decode_steps(num_running)  # warm up
-        median = 1e6 * statistics.median(decode_steps(num_running))
+        seconds = decode_steps(num_running)
+        median = 1e6 * statistics.median(seconds)
         budget = 100 + 3 * num_running
         print(f"{num_running:7}   {median:9.1f}   {budget:9}   {median / num_running:12.2f}")
+        rows.append({"running": num_running, "budget_us": budget, "seconds": seconds})
+    if save:
+        save_result(
+            save, "python benchmarks/bench_scheduler.py", torch.device("cpu"), {"rows": rows}
+        )
 
 
 if __name__ == "__main__":

@@ -93,6 +93,19 @@ def ladder_table(model: str) -> str:
     return "\n".join(lines)
 
 
+def scheduler_line() -> str:
+    """What deciding takes of a decode step, with what it ran on."""
+    found = result("scheduler")
+    machine, row = found["environment"], found["rows"][-1]
+    low, middle, high = (1e6 * q for q in statistics.quantiles(row["seconds"], n=4))
+    return (
+        f"What deciding takes of a step: `{found['command']}` on {machine['machine']}, "
+        f"{machine['date']}, has {middle:,.0f} µs (half of the steps {low:,.0f} to {high:,.0f}) "
+        f"for scheduler and block manager together when {row['running']} requests decode. The aim is "
+        f"{row['budget_us']} at most."
+    )
+
+
 def fill(text: str, name: str, block: str) -> str:
     """Put a block between the marks that name it."""
     marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -107,6 +120,7 @@ def outputs() -> dict[Path, str]:
     readme = README.read_text()
     for model in MODELS:
         readme = fill(readme, f"ladder-{model}", ladder_table(model))
+    readme = fill(readme, "scheduler", scheduler_line())
     return {HERE / "ladder.svg": draw_ladders(), README: readme}
 
 
