@@ -101,8 +101,8 @@ def scheduler_line() -> str:
     return (
         f"What deciding takes of a step: `{found['command']}` on {machine['machine']}, "
         f"{machine['date']}, has {middle:,.0f} µs (half of the steps {low:,.0f} to {high:,.0f}) "
-        f"for scheduler and block manager together when {row['running']} requests decode. The aim is "
-        f"{row['budget_us']} at most."
+        f"for scheduler and block manager together when {row['running']} requests decode. "
+        f"The aim is {row['budget_us']} at most."
     )
 
 
