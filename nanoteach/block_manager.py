@@ -56,9 +56,9 @@ class BlockManager:
 
         All or nothing: False, and nothing has changed, when the pool has too few free blocks.
         """
-        missing = blocks_needed(num_tokens, self.block_size) - len(owner.block_table)
-        if missing <= 0:
+        if num_tokens <= len(owner.block_table) * self.block_size:
             return True
+        missing = blocks_needed(num_tokens, self.block_size) - len(owner.block_table)
         if missing > len(self.free_blocks):
             return False
         taken = [self.take_free_block() for _ in range(missing)]

@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 
 MODEL_HELP = "tiny, smollm2-135m, a folder, or a hub id (default: NANOTEACH_MODEL, or tiny)"
 
+BENCH_OPTIONS = (
+    "block-size",
+    "max-num-batched-tokens",
+    "max-num-seqs",
+    "max-model-len",
+    "num-gpu-blocks-override",
+)
+
 
 def main(argv: SequenceOf[str] | None = None) -> int:
     """Run one command. A mistake that can be mended is one line on stderr, and exit code 1."""
@@ -60,6 +68,22 @@ def make_parser() -> argparse.ArgumentParser:
     )
     ladder.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
     ladder.set_defaults(run=run_ladder)
+
+    bench = commands.add_parser("bench", help="how fast the engine is, and how fast it could be")
+    bench.add_argument("names", nargs="*", metavar="NAME", help="a workload; without, a list")
+    bench.add_argument("--model", help=MODEL_HELP)
+    bench.add_argument("--shape", help="random weights instead of a model: qwen3-0.6b, or toy")
+    bench.add_argument("--device", help="cpu or cuda (default: NANOTEACH_DEVICE, or the best)")
+    bench.add_argument("--dtype", choices=("bfloat16", "float32"))
+    bench.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each row")
+    bench.add_argument("--small", action="store_true", help="shrink the workloads, to try them")
+    bench.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
+    options = bench.add_argument_group("options of the engine, as in EngineConfig")
+    for option in BENCH_OPTIONS:
+        options.add_argument(f"--{option}", type=int, metavar="N")
+    options.add_argument("--attention-backend", metavar="NAME")
+    options.add_argument("--enforce-eager", action="store_true", default=None)
+    bench.set_defaults(run=run_bench)
 
     start = commands.add_parser("start", help="copy the notebooks to a folder of your own")
     start.add_argument("folder", type=Path, metavar="DIR", help="is made if it is not there")
@@ -145,6 +169,31 @@ def run_ladder(args: argparse.Namespace) -> int:
         return 1
     print("\nOpen next: notebooks/00_measure_first.ipynb. `make lab` opens it in JupyterLab.")
     return 0
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Run workloads and print the table."""
+    from nanoteach.bench.speed import Bench
+    from nanoteach.bench.table import table
+    from nanoteach.results import save_result
+
+    # What was given; by identity, since 0 == False.
+    given = {name: x for name, x in vars(args).items() if x is not None and x is not False}
+    del given["run"]
+    save = given.pop("save", None)
+    bench = Bench(**given)
+    rows = bench.run()
+    print(f"{bench.title}\n\n{table(rows)}")
+    if save:
+        words = ["nanoteach bench", *given.pop("names")]
+        words += [
+            f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            for name, value in given.items()
+        ]
+        save_result(save, " ".join(words), bench.device, bench.result(rows))
+    for failure in bench.failures:
+        print(f"nanoteach: {failure}", file=sys.stderr)
+    return 1 if bench.failures else 0
 
 
 def run_start(args: argparse.Namespace) -> int:

@@ -22,8 +22,8 @@ SUPPORTED = (
     "Qwen3 (Qwen3ForCausalLM), Qwen2 and Qwen2.5 (Qwen2ForCausalLM), Llama (LlamaForCausalLM)"
 )
 
-BACKENDS = ("auto", "sdpa", "triton")
-LATER = ("top_p", "top_k", "min_p", "seed", "n", "logprobs", "presence_penalty")
+BACKENDS = ("auto", "sdpa", "triton", "flash_attn")
+LATER = ("top_p", "top_k", "min_p", "n", "logprobs", "presence_penalty")
 
 Options = TypeVar("Options")
 
@@ -193,9 +193,9 @@ class EngineConfig:
 
     `num_gpu_blocks_override` fixes the number of blocks in the KV pool (on any device);
     otherwise `kv_cache_memory_bytes` sizes it; otherwise `gpu_memory_utilization` of the GPU's
-    memory, or 1 GiB on a CPU. `attention_backend`: `sdpa` runs anywhere and is what `auto` takes;
-    `triton` wants an NVIDIA GPU and is faster by far, and new. `enforce_eager`: it records no CUDA
-    graphs.
+    memory, or 1 GiB on a CPU. `attention_backend`: `sdpa` runs anywhere; `triton`, our own kernels,
+    wants an NVIDIA GPU and is what `auto` takes there; `flash_attn`, the library, wants one too,
+    block_size=256, and float16 or bfloat16. `enforce_eager`: record no CUDA graphs.
     """
 
     block_size: int = 16

@@ -239,8 +239,11 @@ class Engine:
         """Queue a request whose outputs `step` returns. Raises ValueError if it can't be served."""
         if not isinstance(request_id, str):
             raise ValueError(f"a request id is a string, not {request_id!r}")
+        if request_id in self.requests:  # it may be done and have news for `step` still
+            raise ValueError(f"request id {request_id!r} is in use: give each request its own")
         (params,) = one_for_each(sampling_params, 1)
-        self._add(request_id, *self._tokenize(prompt), params, owner="step")
+        text, token_ids = self._tokenize(prompt)
+        self._add(self.core.prepare(request_id, token_ids, params), text, owner="step")
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the added requests that got a token since the last call."""
@@ -311,26 +314,21 @@ class Engine:
     ) -> list[Request]:
         """Queue all requests, or none of them if one can't be served."""
         tokenized = [self._tokenize(prompt) for prompt in prompts]
-        for (_, token_ids), p in zip(tokenized, params, strict=True):
-            self.core.prepare(token_ids, p)
-        return [
-            self._add(self._new_id(owner), text, token_ids, p, owner)
-            for (text, token_ids), p in zip(tokenized, params, strict=True)
+        seqs = [
+            self.core.prepare(self._new_id(owner), token_ids, p)
+            for (_, token_ids), p in zip(tokenized, params, strict=True)
         ]
+        return [self._add(seq, text, owner) for seq, (text, _) in zip(seqs, tokenized, strict=True)]
 
     def _new_id(self, owner: str) -> str:
         """An id that no request has, whatever the user's own are."""
         names = (f"{owner}-{i}" for i in self.ids)
         return next(name for name in names if name not in self.requests)
 
-    def _add(
-        self, request_id: str, text: str | None, ids: list[int], p: SamplingParams, owner: str
-    ) -> Request:
-        if request_id in self.requests:
-            raise ValueError(f"request id {request_id!r} is in use: give each request its own")
-        seq = self.core.add_request(request_id, ids, p)
+    def _add(self, seq: Sequence, text: str | None, owner: str) -> Request:
+        self.core.queue(seq)
         request = Request(seq, text, Detokenizer(self.tokenizer), owner)
-        self.requests[request_id] = request
+        self.requests[seq.request_id] = request
         return request
 
     def _advance(self) -> None:

@@ -15,7 +15,7 @@ from nanoteach.cost_model import Clock, WallClock, Work
 from nanoteach.model import Decoder
 from nanoteach.scheduler import Scheduled, Scheduler
 from nanoteach.sequence import Sequence
-from nanoteach.types import SamplingParams, Trace, prepare_batch, prepare_request
+from nanoteach.types import SamplingParams, Trace, params_of_tokens, prepare_request
 
 
 class Runner(Protocol):
@@ -56,8 +56,10 @@ class EngineCore:
         self.num_computed_tokens = 0
         self.batch_sizes: Counter[int] = Counter()  # how many steps had how many requests
 
-    def prepare(self, prompt: SequenceOf[int], params: SamplingParams) -> SamplingParams:
-        """The request's settled parameters; ValueError if it could never be served."""
+    def prepare(self, request_id: str, prompt: SequenceOf[int], params: SamplingParams) -> Sequence:
+        """A request, not queued yet. Raises ValueError if it could never be served."""
+        if request_id in self.sequences:
+            raise ValueError(f"request id {request_id!r} is in use: give each request its own")
         vocab_size = self.runner.model.config.vocab_size
         open_end = params.max_tokens is None
         params = prepare_request(prompt, params, vocab_size, self.max_model_len)
@@ -73,18 +75,20 @@ class EngineCore:
                 "prompt, lower max_tokens, or give the engine a larger pool "
                 "(kv_cache_memory_bytes or num_gpu_blocks_override)"
             )
-        return params
+        return Sequence(request_id, list(prompt), params)
+
+    def queue(self, seq: Sequence) -> None:
+        """Let a prepared request wait for its turn."""
+        seq.arrival_time = self.clock.now()
+        self.sequences[seq.request_id] = seq
+        self.scheduler.add(seq)
 
     def add_request(
         self, request_id: str, prompt: SequenceOf[int], params: SamplingParams | None = None
     ) -> Sequence:
         """Queue a request. Raises ValueError, and queues nothing, if it can't be served."""
-        if request_id in self.sequences:
-            raise ValueError(f"request id {request_id!r} is in use: give each request its own")
-        settled = self.prepare(prompt, params or SamplingParams())
-        seq = Sequence(request_id, list(prompt), settled, arrival_time=self.clock.now())
-        self.sequences[request_id] = seq
-        self.scheduler.add(seq)
+        seq = self.prepare(request_id, prompt, params or SamplingParams())
+        self.queue(seq)
         return seq
 
     def abort_request(self, request_id: str, reason: str = "abort") -> None:
@@ -152,15 +156,14 @@ class EngineCore:
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
     ) -> list[list[int]]:
         """The tokens generated after each prompt (prompts are token ids), all served together."""
-        vocab_size = self.runner.model.config.vocab_size
-        settled = prepare_batch(prompts, params, vocab_size, self.max_model_len)
-        for prompt, p in zip(prompts, settled, strict=True):
-            self.prepare(prompt, p)
+        each = params_of_tokens(params, len(prompts))
         taken = len(self.sequences)
         seqs = [
-            self.add_request(f"generate-{taken + i}", prompt, p)
-            for i, (prompt, p) in enumerate(zip(prompts, settled, strict=True))
+            self.prepare(f"generate-{taken + i}", prompt, p)
+            for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))
         ]
+        for seq in seqs:  # all of them, or, if one can't be served, none
+            self.queue(seq)
         try:
             while not all(seq.finish_reason for seq in seqs):
                 self.step()

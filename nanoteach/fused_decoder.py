@@ -7,8 +7,6 @@ our own (`thin_linear`) reads them faster than cuBLAS; with more, cuBLAS wins.
 Knows: the order of the kernels. Does not know: requests, blocks, graphs.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,8 +20,9 @@ from nanoteach.kernels.silu_and_mul import silu_and_mul
 from nanoteach.kernels.thin_linear import few_linear, thin_linear
 from nanoteach.model import Decoder, LayerWeights, rope_table
 from nanoteach.paged_attention import PagedAttention
+from nanoteach.step_inputs import StepInputs
+from nanoteach.tiled_attention import MAX_SPLITS, TILE_ROWS
 from nanoteach.triton_attention import chunk_attention, decode_attention
-from nanoteach.triton_backend import MAX_SPLITS, TILE_ROWS
 from nanoteach.triton_launch import has_dependent_launch
 
 THIN = 8
@@ -33,41 +32,6 @@ FUSED = 4
 ONE = {"qkv": (2, 2), "output": (4, 4), "gate_up": (4, 2), "down": (4, 4)}
 FEW = {"qkv": (16, 8), "output": (8, 4), "gate_up": (16, 8), "down": (8, 4)}
 """Rows of the weight a program, and warps: the fastest of those tried, in the chain (H200)."""
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """A step in tensors, int32 all of them but temperatures. Decodes come first.
-
-    input_ids, positions, slots: `[num_tokens]`; a slot of -1 is padding.
-    tables: `[num_seqs, most blocks]`. decode_lens: of each sequence with one new token, all its
-    tokens, `[most decodes]`; 0 for padding and for others.
-    seq_lens, query_starts, tile_seqs, tile_starts: see `chunk_attention`; empty in a step of
-    decodes only.
-    logit_indices: tokens that are followed by a sample, `[num_samples]`; sample_positions, seeds
-    and temperatures are those of the samples.
-    splits: into how many parts a decode's history is cut.
-    """
-
-    input_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    decode_lens: Tensor
-    seq_lens: Tensor
-    query_starts: Tensor
-    tile_seqs: Tensor
-    tile_starts: Tensor
-    logit_indices: Tensor
-    sample_positions: Tensor
-    seeds: Tensor
-    temperatures: Tensor
-    tables: Tensor
-    splits: int
-
-    @property
-    def decodes_only(self) -> bool:
-        """Whether every token is a sequence of its own, and so is sampled after."""
-        return len(self.tile_seqs) == 0
 
 
 class FusedDecoder:

@@ -10,8 +10,9 @@ import torch
 
 from nanoteach.model import Decoder
 from nanoteach.paged_attention import PagedAttention
-from nanoteach.sampler import greedy
+from nanoteach.sampler import MASK, Draw, sample
 from nanoteach.scheduler import Scheduled
+from nanoteach.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ def pack(scheduled: list[Scheduled]) -> PackedBatch:
     return PackedBatch(input_ids, positions, cu_seqlens, logit_indices)
 
 
+def draw(seq: Sequence) -> Draw:
+    """How the request's next token is drawn."""
+    return Draw(seq.params.temperature, (seq.params.seed or 0) & MASK, len(seq.token_ids))
+
+
 class ModelRunner:
     """Runs a step on the model's device."""
 
@@ -69,5 +75,6 @@ class ModelRunner:
         if not batch.logit_indices:
             return [None] * len(scheduled)
         last = hidden.index_select(0, torch.tensor(batch.logit_indices, device=device))
-        tokens = iter(greedy(self.model.logits(last)).tolist())
+        draws = [draw(part.seq) for part in scheduled if part.gives_token]
+        tokens = iter(sample(self.model.logits(last), draws).tolist())
         return [next(tokens) if part.gives_token else None for part in scheduled]

@@ -3,6 +3,8 @@
 Knows: the pool's tensors, gathering a history out of its blocks. Does not know: who gets a block.
 """
 
+import math
+import warnings
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -17,25 +19,39 @@ from nanoteach.model import AttentionMetadata, causal_attention
 
 
 def pool_blocks(
-    config: ModelConfig, engine: EngineConfig, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    engine: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    reserved: int = 0,
 ) -> int:
-    """How many blocks the KV pool gets. Raises ValueError where not even one fits."""
+    """How many blocks the KV pool gets; on a GPU, `reserved` bytes of the memory are left alone.
+
+    Raises ValueError where not even one fits, and warns where the longest request does not.
+    """
     if engine.num_gpu_blocks_override:
         return engine.num_gpu_blocks_override
     memory = engine.kv_cache_memory_bytes or 2**30
     if not engine.kv_cache_memory_bytes and device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        memory = int(free - (1 - engine.gpu_memory_utilization) * total)
+        memory = int(free - (1 - engine.gpu_memory_utilization) * total) - reserved
     block_bytes = kv_bytes_per_token(config, dtype.itemsize) * engine.block_size
     if memory < block_bytes:
         raise ValueError(
             f"the KV pool has {max(memory, 0)} bytes, and one block of {engine.block_size} tokens "
             f"takes {block_bytes}: raise kv_cache_memory_bytes or gpu_memory_utilization"
         )
-    # More than this could never be used.
     longest = engine.max_model_len or config.max_position
-    most = engine.max_num_seqs * blocks_needed(longest, engine.block_size)
-    return min(memory // block_bytes, most)
+    needed = blocks_needed(longest, engine.block_size)
+    if memory // block_bytes < needed:
+        warnings.warn(
+            f"the KV pool holds {memory // block_bytes * engine.block_size} tokens, and a request "
+            f"may have up to max_model_len = {longest}: longer ones than the pool are refused. "
+            "Lower max_model_len, or raise kv_cache_memory_bytes or gpu_memory_utilization",
+            stacklevel=2,
+        )
+    # More than every slot filled to the longest length could never be used.
+    return min(memory // block_bytes, engine.max_num_seqs * needed)
 
 
 @dataclass(frozen=True)
@@ -95,8 +111,15 @@ class PagedAttention:
     ) -> None:
         self.block_size = block_size
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            self.k = torch.zeros(shape, dtype=dtype, device=device)
+            self.v = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one, too
+            gib = 2 * dtype.itemsize * math.prod(shape) / 2**30
+            raise ValueError(
+                f"there is no memory for a KV pool of {num_blocks} blocks, {gib:.1f} GiB: lower "
+                "num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization"
+            ) from error
 
     def plan(
         self, query_lens: list[int], seq_lens: list[int], block_tables: list[list[int]]

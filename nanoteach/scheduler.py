@@ -94,15 +94,16 @@ class Scheduler:
         for seq, num_new in zip(list(self.running), grants, strict=False):
             # A newer request may have been preempted by now, to make room for an older one.
             if num_new and seq.status is Status.RUNNING and self.make_room(seq, num_new):
-                self.publish_prompt(seq, num_new)
+                if seq.num_computed_tokens < seq.num_prompt_tokens:
+                    self.publish_prompt(seq, num_new)
                 scheduled.append(Scheduled(seq, num_new))
         return scheduled
 
     def publish_prompt(self, seq: Sequence, num_new: int) -> None:
         """Offer the prompt blocks that this step fills, so that its other requests share them."""
-        if seq.num_computed_tokens < seq.num_prompt_tokens:
-            stop = min(seq.num_computed_tokens + num_new, seq.num_prompt_tokens)
-            self.block_manager.publish(seq, seq.num_computed_tokens, stop)
+        start = seq.num_computed_tokens
+        stop = min(start + num_new, seq.num_prompt_tokens)
+        self.block_manager.publish(seq, start, max(start, stop))
 
     def make_room(self, seq: Sequence, num_new: int) -> bool:
         """Get blocks for the request's next tokens; False if it was preempted itself."""
@@ -140,10 +141,11 @@ class Scheduler:
         now: float,
     ) -> None:
         """Book a step that has run: its K/V are written, and `tokens` were sampled."""
+        publish = self.block_manager.publish
         for (seq, num_new), token in zip(scheduled, tokens, strict=True):
             start = seq.num_computed_tokens
-            seq.num_computed_tokens = start + num_new
-            self.block_manager.publish(seq, start, start + num_new)
+            seq.num_computed_tokens = stop = start + num_new
+            publish(seq, start, stop)
             if token is not None:
                 seq.token_ids.append(token)
                 seq.token_times.append(now)

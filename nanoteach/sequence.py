@@ -24,7 +24,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)  # slots: a step reads these for every running request
 class Sequence:
     """One request. `token_ids` holds the prompt, then what has been generated."""
 
@@ -42,6 +42,8 @@ class Sequence:
     """Stage 5's memory of the hashes of the full blocks of `token_ids`, as far as asked for."""
     token_times: list[float] = field(default_factory=list)
     """When each output token was committed, in seconds on the engine's clock."""
+
+    num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)

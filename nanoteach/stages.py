@@ -9,9 +9,11 @@ import importlib.util
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
+
+import torch
 
 from nanoteach.block_manager import BlockManager
 from nanoteach.chunked_prefill import ChunkedPrefillScheduler
@@ -49,12 +51,14 @@ class Parts:
     eos_token_ids: SequenceOf[int] = ()
     clock: Clock | None = None
     trace: Trace | None = None
+    reserved: int = 0
+    """Bytes of the GPU's memory that the pool must leave to the steps."""
 
     @cached_property  # asked once: on a GPU the free memory changes while we build
     def num_blocks(self) -> int:
         """Blocks in the pool."""
         model = self.model
-        return pool_blocks(model.config, self.config, model.dtype, model.device)
+        return pool_blocks(model.config, self.config, model.dtype, model.device, self.reserved)
 
     @property
     def max_model_len(self) -> int:
@@ -131,13 +135,20 @@ def build_core(
     attention_class: type[PagedAttention] = PagedAttention,
 ) -> EngineCore:
     """Stages 4 to 7: one core, other parts."""
-    config, trace = parts.config, parts.trace
-    manager = manager_class(parts.num_blocks, config.block_size, trace)
-    scheduler = scheduler_class(manager, config.max_num_seqs, config.max_num_batched_tokens, trace)
+    scheduler = build_scheduler(parts, manager_class, scheduler_class)
     runner = ModelRunner(parts.model, paged_attention(parts, attention_class))
     return EngineCore(
-        scheduler, runner, parts.max_model_len, parts.eos_token_ids, parts.clock, trace
+        scheduler, runner, parts.max_model_len, parts.eos_token_ids, parts.clock, parts.trace
     )
+
+
+def build_scheduler(
+    parts: Parts, manager_class: type[BlockManager], scheduler_class: type[Scheduler]
+) -> Scheduler:
+    """A scheduler over the blocks of the pool."""
+    config, trace = parts.config, parts.trace
+    manager = manager_class(parts.num_blocks, config.block_size, trace)
+    return scheduler_class(manager, config.max_num_seqs, config.max_num_batched_tokens, trace)
 
 
 def build_continuous(parts: Parts) -> EngineCore:
@@ -156,12 +167,15 @@ def build_chunked(parts: Parts) -> EngineCore:
 
 
 def build_flash(parts: Parts) -> EngineCore:
-    """Stage 7: our own attention, which reads the pool where it lies."""
-    from nanoteach.triton_backend import TritonAttention
+    """Stage 7: attention that reads the pool where it lies, by our own kernels where they run."""
+    from nanoteach.tiled_attention import TiledAttention
 
-    return build_core(
-        parts, block_manager_class(parts.config), ChunkedPrefillScheduler, TritonAttention
-    )
+    attention = TiledAttention
+    if all(met for met, _ in triton_needs(parts)):
+        from nanoteach.triton_backend import TritonAttention
+
+        attention = TritonAttention
+    return build_core(parts, block_manager_class(parts.config), ChunkedPrefillScheduler, attention)
 
 
 def build_graphs(parts: Parts) -> EngineCore:
@@ -170,43 +184,108 @@ def build_graphs(parts: Parts) -> EngineCore:
     from nanoteach.fused_decoder import FusedDecoder
     from nanoteach.overlapped import OverlappedEngineCore
 
-    config, trace = parts.config, parts.trace
-    manager = block_manager_class(config)(parts.num_blocks, config.block_size, trace)
-    scheduler = ChunkedPrefillScheduler(
-        manager, config.max_num_seqs, config.max_num_batched_tokens, trace
-    )
-    decoder = FusedDecoder(parts.model, paged_attention(parts), config.max_num_seqs)
+    model, config, on_gpu = parts.model, parts.config, parts.model.device.type == "cuda"
+    small = PagedAttention(model.config, 1, config.block_size, model.dtype, model.device)
+    decoder = FusedDecoder(model, small, config.max_num_seqs)
     runner = GraphRunner(
         decoder, config.max_num_seqs, parts.max_model_len, config.max_num_batched_tokens
     )
-    if parts.model.device.type == "cuda" and not config.enforce_eager:
+    if on_gpu:  # once for steps without a graph, once for what the graphs keep
+        parts = replace(parts, reserved=2 * runner.peak_memory())
+    decoder.pool = paged_attention(parts)
+    if on_gpu and not config.enforce_eager:
         runner.capture()
+    scheduler = build_scheduler(parts, block_manager_class(config), ChunkedPrefillScheduler)
     return OverlappedEngineCore(
-        scheduler, runner, parts.max_model_len, parts.eos_token_ids, parts.clock, trace
+        scheduler, runner, parts.max_model_len, parts.eos_token_ids, parts.clock, parts.trace
     )
 
 
 def build_engine(parts: Parts) -> EngineCore:
-    """What `Engine` runs on: stage 6, or stage 8 where `attention_backend` is `triton`.
+    """What `Engine` runs on: stage 8 on an NVIDIA GPU, stage 6 elsewhere, or as asked for.
 
     Raises ValueError where a backend is asked for that can't run here.
     """
-    if parts.config.attention_backend != "triton":
-        return build_chunked(parts)
-    if importlib.util.find_spec("triton") is None:
-        raise ValueError("attention_backend = 'triton' needs Triton: pip install triton")
+    backend = parts.config.attention_backend
+    if backend == "auto" and parts.model.device.type == "cuda":
+        backend = "triton" if all(met for met, _ in triton_needs(parts)) else "sdpa"
+    if backend == "triton":
+        require(backend, triton_needs(parts))
+        return build_graphs(parts)
+    if backend == "flash_attn":
+        require(backend, flash_attn_needs(parts))
+        return build_flash_attn(parts)
+    return build_chunked(parts)
+
+
+def build_flash_attn(parts: Parts) -> EngineCore:
+    """Stage 7 with the library flash-attn's attention in place of ours."""
+    try:
+        from nanoteach.flash_backend import FlashAttention
+    except ImportError as error:  # none there, or one that was built for another torch
+        raise ValueError(
+            "attention_backend = 'flash_attn' needs the library: pip install flash-attn "
+            f"--no-build-isolation ({error})"
+        ) from error
+    return build_core(
+        parts, block_manager_class(parts.config), ChunkedPrefillScheduler, FlashAttention
+    )
+
+
+Need = tuple[bool, str]
+"""Whether it is met, and what to say and do if it is not."""
+
+
+def require(backend: str, needs: list[Need]) -> None:
+    """Raise ValueError with the first need that is not met."""
+    for met, otherwise in needs:
+        if not met:
+            raise ValueError(f"attention_backend = {backend!r} {otherwise}")
+
+
+def triton_needs(parts: Parts) -> list[Need]:
+    """What stages 7 and 8 run on."""
     device, interpreted = parts.model.device, os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != "cuda" and not interpreted:
-        raise ValueError(
-            "attention_backend = 'triton' needs an NVIDIA GPU; without one, TRITON_INTERPRET=1 "
-            "in the environment runs its kernels on the CPU, slowly"
-        )
-    if device.index:
-        raise ValueError(
-            f"attention_backend = 'triton' runs on the first GPU, not on {device}: choose another "
-            "with CUDA_VISIBLE_DEVICES"
-        )
-    return build_graphs(parts)
+    return [
+        (importlib.util.find_spec("triton") is not None, "needs Triton: pip install triton"),
+        (
+            device.type == "cuda" or interpreted,
+            "needs an NVIDIA GPU; without one, TRITON_INTERPRET=1 in the environment runs its "
+            "kernels on the CPU, slowly",
+        ),
+        (
+            not device.index,
+            f"runs on the first GPU, not on {device}: choose another with CUDA_VISIBLE_DEVICES",
+        ),
+    ]
+
+
+def flash_attn_needs(parts: Parts) -> list[Need]:
+    """What the library can compute. It is not imported: without a GPU, it need not be there."""
+    model, size = parts.model, parts.config.block_size
+    dtype, head_dim = model.dtype, model.config.head_dim
+    return [
+        (
+            model.device.type == "cuda"
+            and torch.cuda.get_device_capability(model.device) >= (8, 0),
+            "needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer: set "
+            "attention_backend='sdpa', which runs anywhere",
+        ),
+        (
+            size % 256 == 0,
+            f"reads blocks of a multiple of 256 tokens, not of {size}: set block_size=256, or "
+            "attention_backend='triton', which takes any",
+        ),
+        (
+            dtype in (torch.float16, torch.bfloat16),
+            f"computes in float16 or bfloat16, not in {dtype}: set dtype='bfloat16'",
+        ),
+        (
+            head_dim <= 256,
+            f"takes a head_dim of at most 256, and this model's is {head_dim}: set "
+            "attention_backend='sdpa', which takes any",
+        ),
+    ]
 
 
 def block_manager_class(config: EngineConfig) -> type[BlockManager]:
@@ -235,10 +314,16 @@ STAGES = [
 
 GPU_STAGES = [
     Stage(
-        7, "flash_attention", ("triton_launch", "triton_attention", "triton_backend"), build_flash
+        7,
+        "flash_attention",
+        ("tiled_attention", "triton_launch", "triton_attention", "triton_backend", "flash_backend"),
+        build_flash,
     ),
     Stage(
-        8, "cuda_graphs", ("kernels", "fused_decoder", "cuda_graphs", "overlapped"), build_graphs
+        8,
+        "cuda_graphs",
+        ("kernels", "step_inputs", "fused_decoder", "cuda_graphs", "overlapped"),
+        build_graphs,
     ),
 ]
 """Those that want an NVIDIA GPU."""

@@ -257,7 +257,7 @@ def combine_splits(
 def chunk_attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, tables: Tensor, query_starts: Tensor,
     seq_lens: Tensor, tile_seqs: Tensor, tile_starts: Tensor, out: Tensor,
-    block_m: int = 128, block_n: int = 64, num_warps: int = 4, num_stages: int = 3,
+    block_m: int = 128, block_n: int = 64, num_warps: int = 4, num_stages: int = 2,
 ) -> None:  # fmt: skip
     """Several new tokens a sequence, packed.
 

@@ -4,6 +4,8 @@ Knows: the words of the public API, which are vLLM's. Does not know: how tokens 
 """
 
 import dataclasses
+import math
+import random
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,7 +19,9 @@ class SamplingParams:
     """How one request is continued.
 
     max_tokens: most tokens to generate; None means up to the model's length.
-    temperature: 0 (greedy) is the default and, for now, the only value. vLLM's default is 1.
+    temperature: 0, the default, takes the best token; above it, tokens are drawn. vLLM's is 1.
+    seed: of the draws, a whole number; 32 bits of it count. With the same seed a request draws the
+        same, whatever runs beside it. None: a new one every time.
     stop: strings that end the text when they appear; the text is cut before them.
     stop_token_ids: tokens that end it, besides the model's own end-of-text tokens.
     ignore_eos: go on past the model's end-of-text tokens (`stop_token_ids` still count).
@@ -26,6 +30,7 @@ class SamplingParams:
 
     max_tokens: int | None = 16
     temperature: float = 0.0
+    seed: int | None = None
     stop: str | SequenceOf[str] = ()
     stop_token_ids: SequenceOf[int] = ()
     ignore_eos: bool = False
@@ -34,11 +39,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
             check_positive("max_tokens", self.max_tokens)
-        if self.temperature != 0:
+        if not is_number(self.temperature) or not 0 <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature must be 0 (greedy) for now, not {self.temperature!r}: "
-                "sampling comes with a later stage"
+                f"temperature is a number of at least 0 (0 is greedy), not {self.temperature!r}"
             )
+        if self.seed is not None and not is_list_of(int, [self.seed]):
+            raise ValueError(f"seed is a whole number, or None for any, not {self.seed!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         if not is_list_of(str, stop) or not all(stop):
             raise ValueError(
@@ -67,14 +73,15 @@ class SamplingParams:
 def prepare_request(
     prompt_token_ids: SequenceOf[int], params: SamplingParams, vocab_size: int, max_model_len: int
 ) -> SamplingParams:
-    """The request's parameters with `max_tokens` settled.
+    """The request's parameters with `max_tokens` and, where it is needed, `seed` settled.
 
     Raises ValueError, saying what to change, on a request that could never be served.
     """
     if len(prompt_token_ids) == 0:
         raise ValueError("the prompt is empty: give at least one token")
     for token in prompt_token_ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+        # Of type int, not an instance: True is one, and a long prompt is checked in half the time.
+        if type(token) is not int or not 0 <= token < vocab_size:
             raise ValueError(
                 f"{token!r} is no token id of this model: they run from 0 to {vocab_size - 1}"
             )
@@ -84,7 +91,10 @@ def prepare_request(
             f"{len(prompt_token_ids)} prompt tokens and max_tokens = {params.max_tokens} do not "
             f"fit into max_model_len = {max_model_len}: shorten the prompt or lower max_tokens"
         )
-    return params if params.max_tokens else dataclasses.replace(params, max_tokens=room)
+    if params.max_tokens and (params.seed is not None or not params.temperature):
+        return params
+    seed = random.getrandbits(32) if params.seed is None else params.seed
+    return dataclasses.replace(params, max_tokens=params.max_tokens or room, seed=seed)
 
 
 def prepare_batch(
@@ -93,14 +103,29 @@ def prepare_batch(
     vocab_size: int,
     max_model_len: int,
 ) -> list[SamplingParams]:
-    """Checked parameters for every prompt of token ids, from one for all or a list of as many."""
+    """Checked parameters for every prompt, for the stages that know argmax alone."""
     settled = [
         prepare_request(prompt, p, vocab_size, max_model_len)
-        for prompt, p in zip(prompts, one_for_each(params, len(prompts)), strict=True)
+        for prompt, p in zip(prompts, params_of_tokens(params, len(prompts)), strict=True)
     ]
-    if any(p.stop for p in settled):
-        raise ValueError("stop strings need text, and this stage has tokens only: use Engine")
+    if any(p.temperature for p in settled):
+        raise ValueError("stages 1 to 3 are greedy: for a temperature use stage 4 or later")
     return settled
+
+
+def params_of_tokens(
+    params: SamplingParams | SequenceOf[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """Parameters for every prompt, where prompts are token ids: nobody there can look for text."""
+    each = one_for_each(params, num_prompts)
+    if any(p.stop for p in each):
+        raise ValueError("stop strings need text, and this stage has tokens only: use Engine")
+    return each
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a number. (True and False count as none.)"""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_list_of(kind: type, value: Any) -> bool:

@@ -22,8 +22,8 @@ from nanoteach.kernels.rope_store import rope_store
 from nanoteach.kernels.sample import lm_head_and_sample, sample
 from nanoteach.kernels.silu_and_mul import silu_and_mul
 from nanoteach.kernels.thin_linear import few_linear, thin_linear
+from nanoteach.tiled_attention import tiles_of
 from nanoteach.triton_attention import chunk_attention, decode_attention
-from nanoteach.triton_backend import tiles_of
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

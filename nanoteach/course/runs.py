@@ -195,7 +195,7 @@ class Run:
         name = request.name or letter(self.num_requests)
         token_ids = request.token_ids(self.num_requests, self.clock.config.vocab_size)
         params = SamplingParams(max_tokens=request.max_tokens)
-        self.core.prepare(token_ids, params)
+        self.core.prepare(name, token_ids, params)
         self.num_requests += 1
         self.coming.append((request.arrival, name, token_ids, params))
         self.coming.sort(key=lambda coming: coming[0])

@@ -22,7 +22,11 @@ from nanoteach.triton_launch import options, wait_for_inputs
 def race(scores, tokens, seed, position, temperature):
     """Each token's place in the race: the largest wins."""
     bits, _, _, _ = tl.philox(
-        seed.to(tl.uint64), tokens.to(tl.uint32), position.to(tl.uint32), 0, 0
+        seed.to(tl.uint32, bitcast=True).to(tl.uint64),
+        tokens.to(tl.uint32),
+        position.to(tl.uint32),
+        0,
+        0,
     )
     u = tl.maximum(tl.uint_to_uniform_float(bits), 1e-10)
     greedy = temperature == 0.0
