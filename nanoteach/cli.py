@@ -64,7 +64,12 @@ def make_parser() -> argparse.ArgumentParser:
     ladder.add_argument("--requests", type=int, default=24, metavar="N")
     ladder.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each row")
     ladder.add_argument(
-        "--stages", type=int, nargs="+", choices=range(1, 7), default=range(1, 7), metavar="N"
+        "--stages",
+        type=int,
+        nargs="+",
+        choices=range(1, 9),
+        metavar="N",
+        help="1 to 8 (default: all; without a GPU 1 to 6, since 7 and 8 are slow there)",
     )
     ladder.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
     ladder.set_defaults(run=run_ladder)
@@ -155,13 +160,15 @@ def run_ladder(args: argparse.Namespace) -> int:
 
     model = args.model or default_model()
     ladder = Ladder(model, args.requests, args.repeats)
-    rows = ladder.run(args.stages)
+    every = range(1, 9 if ladder.device.type == "cuda" else 7)
+    stages = args.stages or every
+    rows = ladder.run(stages)
     print(ladder.table(rows))
     if args.save:
-        stages = " --stages " + " ".join(map(str, args.stages)) if len(args.stages) < 6 else ""
+        chosen = " --stages " + " ".join(map(str, stages)) if len(stages) < len(every) else ""
         command = (
             f"nanoteach ladder --model {model} --requests {args.requests} "
-            f"--repeats {args.repeats}{stages}"
+            f"--repeats {args.repeats}{chosen}"
         )
         save_result(args.save, command, ladder.device, ladder.result(rows))
     if not all(row.comparison.exact for row in rows if row.comparison):

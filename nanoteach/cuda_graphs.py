@@ -13,13 +13,13 @@ Knows: which graph serves a step, when a result is on the host. Does not know: w
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from nanoteach.block_manager import blocks_needed
-from nanoteach.fused_decoder import FusedDecoder
 from nanoteach.scheduler import Scheduled
 from nanoteach.step_inputs import (
     DECODE_SIZES,
@@ -33,6 +33,30 @@ from nanoteach.step_inputs import (
     sizes_up_to,
 )
 from nanoteach.tiled_attention import choose_splits, tile_tokens
+
+if TYPE_CHECKING:
+    from nanoteach.fused_decoder import FusedDecoder
+    from nanoteach.plain_decoder import PlainDecoder
+
+
+class Recorded(Protocol):
+    """A step that can be run again, on what its buffers hold by then."""
+
+    def replay(self) -> None:
+        """Run it."""
+        ...
+
+
+@dataclass
+class Rerun:
+    """In place of a graph, where there are none: the step is run again as it was written."""
+
+    decoder: "FusedDecoder | PlainDecoder"
+    inputs: StepInputs
+
+    def replay(self) -> None:
+        """See `Recorded`."""
+        self.decoder.run(self.inputs)
 
 
 @dataclass
@@ -58,7 +82,7 @@ class GraphRunner:
 
     def __init__(
         self,
-        decoder: FusedDecoder,
+        decoder: "FusedDecoder | PlainDecoder",
         max_num_seqs: int,
         max_model_len: int,
         max_num_batched_tokens: int = MIXED_SIZES[-1],
@@ -80,7 +104,7 @@ class GraphRunner:
         self.decode_sizes = sizes_up_to(DECODE_SIZES, max_num_seqs)
         self.mixed_sizes = sizes_up_to(MIXED_SIZES, min(max_num_batched_tokens, MIXED_SIZES[-1]))
         self.largest = self.buffer("mixed", max_num_batched_tokens)
-        self.graphs: dict[tuple[str, int], tuple[StepBuffer, torch.cuda.CUDAGraph]] = {}
+        self.graphs: dict[tuple[str, int], tuple[StepBuffer, Recorded]] = {}
         self.capture_seconds, self.graph_bytes = 0.0, 0
 
     # --- recording -----------------------------------------------------------------------------
@@ -98,9 +122,13 @@ class GraphRunner:
 
     def capture(self, progress: bool = True) -> None:
         """Record the graphs, the largest first, so that the smaller ones fit into its memory."""
-        memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         sizes = [("mixed", size) for size in reversed(self.mixed_sizes)]
         sizes += [("decode", size) for size in reversed(self.decode_sizes)]
+        if self.device.type != "cuda":
+            buffers = {key: self.buffer(*key) for key in sizes}
+            self.graphs = {k: (b, Rerun(self.decoder, b.inputs)) for k, b in buffers.items()}
+            return
+        memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
         bar = tqdm(sizes, desc="Recording CUDA graphs", disable=None if progress else True)
         for kind, size in bar:

@@ -26,7 +26,7 @@ from nanoteach.reference import (
     references,
     static_batches,
 )
-from nanoteach.stages import STAGES, Generator, Parts
+from nanoteach.stages import LADDER, Generator, Parts
 from nanoteach.types import SamplingParams
 
 SYSTEM = (
@@ -34,7 +34,6 @@ SYSTEM = (
     "You are kind to everybody, and you never make a story longer than it has to be."
 )
 HEROES = ("a fox", "a bear", "a mouse", "an otter", "a cat", "a goat", "a dog", "a dragon")
-STAGE_NUMBERS = tuple(stage.number for stage in STAGES)
 
 WIDTH = 16  # requests side by side, in every stage and in transformers' static batches
 MAX_MODEL_LEN = 1024
@@ -137,7 +136,7 @@ class Ladder:
             num_gpu_blocks_override=POOL_TOKENS // EngineConfig.block_size,
         )
 
-    def run(self, stages: SequenceOf[int] = STAGE_NUMBERS) -> list[Row]:
+    def run(self, stages: SequenceOf[int]) -> list[Row]:
         """Prove and time everything; the first row is what the others are compared with.
 
         It runs once, the others `repeats` times, each in turn, so that a machine whose speed drifts
@@ -145,7 +144,7 @@ class Ladder:
         """
         first = Row("transformers, one by one")
         rows = [Row(f"transformers, batches of {WIDTH}")]
-        rows += [Row(f"{n} {STAGES[n - 1].name.replace('_', ' ')}", stage=n) for n in stages]
+        rows += [Row(f"{n} {LADDER[n - 1].name.replace('_', ' ')}", stage=n) for n in stages]
         num_runs = 1 + self.repeats * len(rows)
         total = num_runs * self.workload.num_output_tokens
         with tqdm(total=total, unit=" tokens", disable=None if self.progress else True) as bar:
@@ -192,7 +191,7 @@ class Ladder:
         """A stage with this ladder's model and memory."""
         budget = CHUNK_BUDGET if number >= 6 else MAX_MODEL_LEN
         config = dataclasses.replace(self.config, max_num_batched_tokens=budget)
-        return STAGES[number - 1].build(Parts(self.model, config, self.eos, clock))
+        return LADDER[number - 1].build(Parts(self.model, config, self.eos, clock))
 
     def longest_text(self, outputs: list[list[int]]) -> str:
         """What the request with the longest output came to."""

@@ -1,8 +1,8 @@
 """Every stage of the course as something that can run: the same loop proves and times them all.
 
 A stage is a choice of parts. From stage 4 on the engine core stays, and a stage changes what it is
-given: a block manager, a scheduler, an attention, a runner. Those from 7 on want an NVIDIA GPU, and
-nothing of them is imported before they are built.
+given: a block manager, a scheduler, an attention, a runner. Those from 7 on are for an NVIDIA GPU,
+and nothing of them is imported before they are built.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -167,33 +167,41 @@ def build_chunked(parts: Parts) -> EngineCore:
 
 
 def build_flash(parts: Parts) -> EngineCore:
-    """Stage 7: attention that reads the pool where it lies, by our own kernels where they run."""
-    from nanoteach.tiled_attention import TiledAttention
-
-    attention = TiledAttention
-    if all(met for met, _ in triton_needs(parts)):
-        from nanoteach.triton_backend import TritonAttention
-
-        attention = TritonAttention
+    """Stage 7: attention that reads the pool where it lies."""
+    attention: type[PagedAttention]
+    if runs_kernels(parts):
+        from nanoteach.triton_backend import TritonAttention as attention
+    else:
+        from nanoteach.tiled_attention import TiledAttention as attention
     return build_core(parts, block_manager_class(parts.config), ChunkedPrefillScheduler, attention)
+
+
+def runs_kernels(parts: Parts) -> bool:
+    """Whether stages 7 and 8 run on our kernels; if not, on plain PyTorch in their place."""
+    return parts.model.device.type == "cuda" or parts.config.attention_backend == "triton"
 
 
 def build_graphs(parts: Parts) -> EngineCore:
     """Stage 8: fused kernels in CUDA graphs, and the next step prepared while one runs."""
     from nanoteach.cuda_graphs import GraphRunner
-    from nanoteach.fused_decoder import FusedDecoder
     from nanoteach.overlapped import OverlappedEngineCore
+    from nanoteach.tiled_attention import TiledAttention
 
+    decoder_class: Any
+    if runs_kernels(parts):
+        from nanoteach.fused_decoder import FusedDecoder as decoder_class
+    else:
+        from nanoteach.plain_decoder import PlainDecoder as decoder_class
     model, config, on_gpu = parts.model, parts.config, parts.model.device.type == "cuda"
-    small = PagedAttention(model.config, 1, config.block_size, model.dtype, model.device)
-    decoder = FusedDecoder(model, small, config.max_num_seqs)
+    small = TiledAttention(model.config, 1, config.block_size, model.dtype, model.device)
+    decoder = decoder_class(model, small, config.max_num_seqs)
     runner = GraphRunner(
         decoder, config.max_num_seqs, parts.max_model_len, config.max_num_batched_tokens
     )
     if on_gpu:  # once for steps without a graph, once for what the graphs keep
         parts = replace(parts, reserved=2 * runner.peak_memory())
-    decoder.pool = paged_attention(parts)
-    if on_gpu and not config.enforce_eager:
+    decoder.pool = paged_attention(parts, TiledAttention)
+    if not config.enforce_eager:
         runner.capture()
     scheduler = build_scheduler(parts, block_manager_class(config), ChunkedPrefillScheduler)
     return OverlappedEngineCore(
@@ -322,8 +330,10 @@ GPU_STAGES = [
     Stage(
         8,
         "cuda_graphs",
-        ("kernels", "step_inputs", "fused_decoder", "cuda_graphs", "overlapped"),
+        ("kernels", "step_inputs", "plain_decoder", "fused_decoder", "cuda_graphs", "overlapped"),
         build_graphs,
     ),
 ]
-"""Those that want an NVIDIA GPU."""
+"""Those that want an NVIDIA GPU. Elsewhere they do the same in plain PyTorch, slowly."""
+
+LADDER = [*STAGES, *GPU_STAGES]

@@ -163,10 +163,13 @@ class TiledAttention(PagedAttention):
     ) -> Tensor:
         """See `AttentionBackend.attend`."""
         assert isinstance(metadata, TiledMetadata)
-        self.store(layer, k, v, metadata.slot_mapping)
-        out, m = torch.empty_like(q), metadata
+        out, m = torch.zeros_like(q), metadata
+        real = m.slot_mapping >= 0  # what pads a step has no slot, no length and no sequence
+        self.store(layer, k[real], v[real], m.slot_mapping[real].long())
         starts = m.query_starts.tolist()
         for seq, seq_len in enumerate(m.decode_lens.tolist()):
+            if seq_len == 0:
+                continue
             tiles = -(-seq_len // TILE_KEYS)
             width = -(-tiles // m.splits) * TILE_KEYS
             splits = [
@@ -176,6 +179,8 @@ class TiledAttention(PagedAttention):
             outs, log_sums = (torch.stack(part) for part in zip(*splits, strict=True))
             out[seq] = combine(outs, log_sums).view(q.shape[1:])
         for seq, first in zip(m.tile_seqs.tolist(), m.tile_starts.tolist(), strict=True):
+            if seq < 0:
+                continue
             begin, end = (
                 starts[seq] + first,
                 min(starts[seq] + first + self.tile_tokens, starts[seq + 1]),

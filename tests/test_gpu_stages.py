@@ -1,7 +1,7 @@
 """Stages 7 and 8 give the tokens of stage 6. Without a GPU, in Triton's interpreter, on a toy."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +31,28 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
     return Parts(model, config)
 
 
-@dataclass
-class Replay:
-    """In place of a graph: runs the step on the buffers that a graph would read."""
-
-    decoder: Any
-    inputs: Any
-
-    def replay(self) -> None:
-        self.decoder.run(self.inputs)
-
-
 @pytest.mark.parametrize(
-    ("stage", "padded"),
-    [(GPU_STAGES[0], False), (GPU_STAGES[1], False), (GPU_STAGES[1], True)],
-    ids=["flash_attention", "cuda_graphs", "cuda_graphs-padded"],
+    ("stage", "backend", "eager"),
+    [
+        (GPU_STAGES[0], "triton", False),
+        pytest.param(
+            GPU_STAGES[1],
+            "triton",
+            False,
+            marks=pytest.mark.skipif(DEVICE.type == "cpu", reason="takes minutes without a GPU"),
+        ),
+        (GPU_STAGES[1], "triton", True),
+        (GPU_STAGES[0], "auto", False),
+        (GPU_STAGES[1], "auto", False),
+        (GPU_STAGES[1], "auto", True),
+    ],
+    ids=["7", "8", "8-eager", "7-plain", "8-plain", "8-plain-eager"],
 )
-def test_same_tokens(stage: Stage, padded: bool, parts: Parts) -> None:
+def test_same_tokens(stage: Stage, backend: str, eager: bool, parts: Parts) -> None:
     """Chunks beside decodes, prefix hits, one to four decodes a step, and preemption.
 
-    padded: in the buffers that graphs are recorded with, run without a graph.
+    On a CPU, `triton` runs in its interpreter, and `auto` in plain PyTorch. eager: steps of their
+    own size; otherwise in the padded buffers that graphs are recorded with.
     """
     rng = random.Random(0)
     shared = [rng.randrange(90) for _ in range(13)]
@@ -59,16 +61,8 @@ def test_same_tokens(stage: Stage, padded: bool, parts: Parts) -> None:
         for common, n in ((13, 1), (0, 30), (13, 7), (13, 2), (13, 5))
     ]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (14, 4, 12, 13, 6)]
-    core: Any = stage.build(parts)
-    if padded:
-        runner = core.runner
-        sizes = [("mixed", size) for size in runner.mixed_sizes]
-        sizes += [("decode", size) for size in runner.decode_sizes]
-        buffers = {size: runner.buffer(*size) for size in sizes}
-        runner.graphs = {
-            size: (buffer, Replay(runner.decoder, buffer.inputs))
-            for size, buffer in buffers.items()
-        }
+    config = replace(parts.config, attention_backend=backend, enforce_eager=eager)
+    core: Any = stage.build(Parts(parts.model, config))
     assert core.generate(prompts, params) == build_chunked(parts).generate(prompts, params)
     assert core.scheduler.num_preemptions and core.scheduler.num_prefix_hits
     assert core.check() == []
@@ -77,7 +71,14 @@ def test_same_tokens(stage: Stage, padded: bool, parts: Parts) -> None:
 def test_the_engine_runs_on_a_backend_by_name(tmp_path: Path) -> None:
     folder = save_random_model(tmp_path, max_position=64)
     texts = [
-        Engine(folder, device=DEVICE, dtype="float32", attention_backend=backend, block_size=4)
+        Engine(
+            folder,
+            device=DEVICE,
+            dtype="float32",
+            attention_backend=backend,
+            block_size=4,
+            enforce_eager=True,
+        )
         .generate("fox", SamplingParams(max_tokens=3), use_tqdm=False)[0]
         .outputs[0]
         .text
