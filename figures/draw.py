@@ -58,10 +58,7 @@ def draw_ladders() -> str:
         panel.set_title(f"{model}: output tokens/s")
         panel.spines[["top", "right", "bottom"]].set_visible(False)
         panel.tick_params(left=False, bottom=False, labelbottom=False, labelcolor=TEXT)
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
-    plt.close(figure)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    return svg(figure)
 
 
 def ladder_table(model: str) -> str:
@@ -93,6 +90,73 @@ def ladder_table(model: str) -> str:
     return "\n".join(lines)
 
 
+def draw_gpu_ladder() -> str:
+    """Tokens/s of every stage on the GPU, on a logarithmic scale, with each step's gain."""
+    rows = result("stages_h200")["rows"]
+    speeds = [statistics.median(row["samples"]) for row in rows]
+    plt.rcParams.update({"svg.hashsalt": "nanoteach", "font.size": 10, "text.color": TEXT})
+    figure, panel = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    panel.barh(range(len(rows)), speeds, color=OURS)
+    for y, value in enumerate(speeds):
+        panel.text(value, y, f" {value:,.0f}" if value >= 100 else f" {value:.1f}", va="center")
+    bound = rows[0]["bound"]
+    panel.axvline(bound, color=THEIRS, linestyle="--")
+    panel.text(bound, -0.7, f"bound {bound:,.0f} ", ha="right", va="center")
+    panel.set_yticks(range(len(rows)), [row["workload"] for row in rows])
+    panel.invert_yaxis()
+    panel.set_xscale("log")
+    panel.set_xlim(10, bound * 1.6)
+    panel.set_title("Qwen3-0.6B's shape on an H200, bf16: output tokens/s (logarithmic)", pad=14)
+    panel.spines[["top", "right", "bottom"]].set_visible(False)
+    panel.tick_params(left=False, labelcolor=TEXT)
+    return svg(figure)
+
+
+def svg(figure: Any) -> str:
+    """The figure as text, the same for the same data."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def gpu_table() -> str:
+    """Every workload on the GPU beside the peers and the bound, as a Markdown table."""
+    found, peers = result("bench_h200"), result("peers")
+    machine, engine = found["environment"], found["settings"]["engine"]
+    names = list(peers["engines"])
+    lines = [
+        f"`{found['command']}` on one {machine['gpu']} (driver {machine['driver']}, torch "
+        f"{machine['torch']}), {machine['date']}: random weights in {found['dtype']}, blocks of "
+        f"{engine['block_size']}, {engine['num_graphs']} CUDA graphs, steps of up to "
+        f"{engine['max_num_batched_tokens']:,} tokens; medians of {found['repeats']} runs. The "
+        f"others: {peers['source']}. The bound is the cost model's, from bytes and FLOPs.",
+        "",
+        f"| | nanoteach | slowest and fastest run | {' | '.join(names)} | times vLLM | bound |",
+        "|---|--:|--:|" + "--:|" * len(names) + "--:|--:|",
+    ]
+    for row in found["rows"]:
+        theirs = [peers["engines"][n].get(f"{row['workload']}|{row['metric']}") for n in names]
+        if None in theirs:
+            continue
+        middle, low, high = (f(row["samples"]) for f in (statistics.median, min, max))
+        shown = " | ".join(f"{value:,}" for value in theirs)
+        lines.append(
+            f"| {row['workload']}, {row['metric']} {row['unit']} | {middle:,.0f} | "
+            f"{low:,.0f} to {high:,.0f} | {shown} | {middle / theirs[0]:.2f} | "
+            f"{row['bound']:,.0f} |"
+        )
+    startup = result("startup_h200")["rows"]
+    first = startup[0]["note"].removeprefix("the first in this process: ")
+    graphs = next(row for row in startup if row["metric"] == "graphs")
+    lines += [
+        "",
+        f"From an engine's construction to its first token, in a new process with compiled "
+        f"kernels, it takes {first}; the graphs take {graphs['samples'][0]:.0f} MiB.",
+    ]
+    return "\n".join(lines)
+
+
 def scheduler_line() -> str:
     """What deciding takes of a decode step, with what it ran on."""
     found = result("scheduler")
@@ -121,7 +185,12 @@ def outputs() -> dict[Path, str]:
     for model in MODELS:
         readme = fill(readme, f"ladder-{model}", ladder_table(model))
     readme = fill(readme, "scheduler", scheduler_line())
-    return {HERE / "ladder.svg": draw_ladders(), README: readme}
+    readme = fill(readme, "gpu", gpu_table())
+    return {
+        HERE / "ladder.svg": draw_ladders(),
+        HERE / "ladder_h200.svg": draw_gpu_ladder(),
+        README: readme,
+    }
 
 
 def main() -> int:
@@ -130,7 +199,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
     for path in sorted((HERE / "results").glob("*.json")):
-        if json.loads(path.read_text())["environment"]["sources"] != source_hash():
+        measured = json.loads(path.read_text()).get("environment")  # peers.json has none
+        if measured and measured["sources"] != source_hash():
             print(f"{path.name} is older than the code")
     changed = {
         path: text

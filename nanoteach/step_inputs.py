@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanoteach.sampler import MASK
 from nanoteach.scheduler import Scheduled
+from nanoteach.sequence import Sequence
 from nanoteach.tiled_attention import tiles_of
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512)
@@ -128,16 +129,7 @@ def fill(
     """
     num_decodes = sum(num_new == 1 for _, num_new in scheduled)
     decodes, chunks = scheduled[:num_decodes], scheduled[num_decodes:]
-    starts = [seq.num_computed_tokens for seq, _ in decodes]
-    ids = [seq.token_ids[start] for (seq, _), start in zip(decodes, starts, strict=True)]
-    slots = [
-        seq.block_table[start // block_size] * block_size + start % block_size
-        for (seq, _), start in zip(decodes, starts, strict=True)
-    ]
-    pad(to["input_ids"], ids, 0)
-    pad(to["positions"], starts, 0)
-    pad(to["slots"], slots, -1)
-    pad(to["decode_lens"], [start + 1 for start in starts], 0)
+    fill_decodes(to, [seq for seq, _ in decodes], block_size)
     ends = list(range(1, num_decodes + 1))
     if chunks:
         tiles = tiles_of([num_new for _, num_new in chunks], num_decodes, tile_tokens)
@@ -161,6 +153,23 @@ def fill(
     pad(to["seeds"].view(np.uint32), seeds, 0)
     temperatures = to["temperatures"].view(np.float32)
     pad(temperatures, [seq.params.temperature for seq, _ in scheduled], 0)
+
+
+def fill_decodes(to: dict[str, np.ndarray], decodes: list[Sequence], block_size: int) -> None:
+    """Write the next token of each request, its position, slot and length; pad what is left.
+
+    Padding has token 0, position 0, slot -1 and length 0.
+    """
+    starts = [seq.num_computed_tokens for seq in decodes]
+    slots = [
+        seq.block_table[start // block_size] * block_size + start % block_size
+        for seq, start in zip(decodes, starts, strict=True)
+    ]
+    ids = [seq.token_ids[start] for seq, start in zip(decodes, starts, strict=True)]
+    pad(to["input_ids"], ids, 0)
+    pad(to["positions"], starts, 0)
+    pad(to["slots"], slots, -1)
+    pad(to["decode_lens"], [start + 1 for start in starts], 0)
 
 
 def pad(array: np.ndarray, values: list[int] | list[float], padding: int) -> None:

@@ -1,0 +1,117 @@
+"""What the GPU does in one decode step, kernel by kernel, and what launching it costs the host.
+
+    python -m nanoteach.bench.timeline --save FILE        (on an NVIDIA GPU)
+
+One request with 1,024 tokens of history, random weights of Qwen3-0.6B's shape in bfloat16: through
+stage 7 (our attention, all else in plain PyTorch), stage 8 without graphs, and stage 8.
+
+Knows: the profiler, the engine's steps. Does not know: what a good timeline looks like.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from nanoteach.bench.random_model import random_model
+from nanoteach.config import EngineConfig
+from nanoteach.engine_core import EngineCore
+from nanoteach.model import Decoder
+from nanoteach.results import save_result
+from nanoteach.stages import Parts, build_flash, build_graphs
+from nanoteach.types import SamplingParams
+
+HISTORY, WARM, STEPS = 1024, 40, 200
+SHAPE = "qwen3-0.6b"
+
+
+def decode_step(core: EngineCore, steps: int = STEPS) -> dict[str, Any]:
+    """The kernels of one step (microseconds from the first one's start), and wall times of many."""
+    prompt = list(range(HISTORY))
+    core.add_request("one", prompt, SamplingParams(WARM + steps + 9, ignore_eos=True))
+    for _ in range(WARM):  # the prompt, and decodes that compile what is left to compile
+        core.step()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(3):
+            core.step()
+        torch.cuda.synchronize()
+    walls = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        core.step()
+        walls.append(1e6 * (time.perf_counter() - start))
+    core.abort_request("one")
+    events = sorted(
+        (event.time_range.start, event.time_range.elapsed_us(), event.name)
+        for event in seen.events()
+        if event.device_type.name == "CUDA"
+    )
+    # Three steps were seen; a step ends with the copy of its tokens to the host.
+    ends = [i for i, (_, _, name) in enumerate(events) if "DtoH" in name]
+    middle = events[ends[0] + 1 : ends[1] + 1]
+    begin = middle[0][0]
+    return {
+        "events": [
+            {"name": name[:48], "start_us": round(start - begin, 2), "us": round(us, 2)}
+            for start, us, name in middle
+        ],
+        "launches": len(middle),
+        "wall_us": [round(wall, 1) for wall in walls],
+    }
+
+
+def launch_us(core: EngineCore, repeats: int = 200) -> dict[str, list[float]]:
+    """Host microseconds of one launch: of a small kernel, and of a whole step as a graph."""
+    x = torch.zeros(16, device="cuda")
+    _, graph = core.runner.graphs["decode", 1]  # type: ignore[attr-defined]
+    samples: dict[str, list[float]] = {}
+    for name, launch in (("kernel", lambda: x.add_(1)), ("graph", graph.replay)):
+        launch()
+        torch.cuda.synchronize()
+        samples[name] = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            launch()
+            samples[name].append(round(1e6 * (time.perf_counter() - start), 1))
+            torch.cuda.synchronize()
+    return samples
+
+
+def run(model: Decoder) -> dict[str, Any]:
+    """All of it."""
+    config = EngineConfig(max_model_len=2048, num_gpu_blocks_override=256, max_num_seqs=16)
+    eager = dataclasses.replace(config, enforce_eager=True)
+    steps = {"stage 7, eager": decode_step(build_flash(Parts(model, config)))}
+    steps["stage 8, eager"] = decode_step(build_graphs(Parts(model, eager)))
+    core = build_graphs(Parts(model, config))
+    steps["stage 8, graph"] = decode_step(core)
+    return {"shape": SHAPE, "history": HISTORY, "steps": steps, "launch_us": launch_us(core)}
+
+
+def main() -> None:
+    """Print the summary, and keep it all with `--save FILE`."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs an NVIDIA GPU")
+    found = run(random_model(SHAPE, "cuda", torch.bfloat16, max_model_len=2048))
+    for name, step in found["steps"].items():
+        busy = sum(event["us"] for event in step["events"])
+        wall = statistics.median(step["wall_us"])
+        print(
+            f"{name}: {step['launches']} launches, {busy:.0f} µs of kernels, {wall:.0f} µs a step"
+        )
+    for name, samples in found["launch_us"].items():
+        print(f"a launch, {name}: {statistics.median(samples):.1f} µs of the host")
+    if args.save:
+        save_result(args.save, "python -m nanoteach.bench.timeline", torch.device("cuda"), found)
+
+
+if __name__ == "__main__":
+    main()
