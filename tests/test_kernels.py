@@ -324,7 +324,8 @@ def test_the_lm_head_samples_without_writing_scores(dtype: torch.dtype) -> None:
 
 def test_samples_follow_the_probabilities_and_the_seed() -> None:
     """Chi-squared with 3 degrees of freedom: under 16.3 in 999 of 1,000 cases."""
-    probabilities, count = torch.tensor([0.5, 0.3, 0.15, 0.05], device=DEVICE), 400
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05], device=DEVICE)
+    count = 400 if DEVICE.type == "cuda" else 100  # a draw takes the interpreter 0.1 s
     logits = (2 * probabilities.log()).expand(count, 4).contiguous()
     tokens = sampled(logits, [9] * count, list(range(count)), temperature=2.0)
     found, expected = torch.bincount(tokens.long(), minlength=4), count * probabilities
