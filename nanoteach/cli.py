@@ -156,16 +156,16 @@ def run_ladder(args: argparse.Namespace) -> int:
     """Climb the ladder and print the table."""
     from nanoteach.hub import default_model
     from nanoteach.ladder import Ladder
-    from nanoteach.results import save_result
+    from nanoteach.results import check_target, save_result
 
+    check_target(args.save)
     model = args.model or default_model()
     ladder = Ladder(model, args.requests, args.repeats)
-    every = range(1, 9 if ladder.device.type == "cuda" else 7)
-    stages = args.stages or every
+    stages = sorted(set(args.stages or ladder.stages_here))
     rows = ladder.run(stages)
     print(ladder.table(rows))
     if args.save:
-        chosen = " --stages " + " ".join(map(str, stages)) if len(stages) < len(every) else ""
+        chosen = " --stages " + " ".join(map(str, stages)) if args.stages else ""
         command = (
             f"nanoteach ladder --model {model} --requests {args.requests} "
             f"--repeats {args.repeats}{chosen}"
@@ -182,7 +182,9 @@ def run_bench(args: argparse.Namespace) -> int:
     """Run workloads and print the table."""
     from nanoteach.bench.speed import Bench
     from nanoteach.bench.table import table
-    from nanoteach.results import save_result
+    from nanoteach.results import check_target, save_result
+
+    check_target(args.save)
 
     # What was given; by identity, since 0 == False.
     given = {name: x for name, x in vars(args).items() if x is not None and x is not False}

@@ -195,7 +195,7 @@ class EngineConfig:
     otherwise `kv_cache_memory_bytes` sizes it; otherwise `gpu_memory_utilization` of the GPU's
     memory, or 1 GiB on a CPU. `attention_backend`: `sdpa` runs anywhere; `triton`, our own kernels,
     wants an NVIDIA GPU and is what `auto` takes there; `flash_attn`, the library, wants one too,
-    block_size=256, and float16 or bfloat16. `enforce_eager`: record no CUDA graphs.
+    blocks of a multiple of 256, and float16 or bfloat16. `enforce_eager`: record no CUDA graphs.
     """
 
     block_size: int = 16

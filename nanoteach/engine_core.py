@@ -8,6 +8,7 @@ Knows: requests as token ids. Does not know: text.
 
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
+from itertools import count
 from typing import Protocol
 
 from nanoteach.block_manager import blocks_needed
@@ -157,10 +158,10 @@ class EngineCore:
     ) -> list[list[int]]:
         """The tokens generated after each prompt (prompts are token ids), all served together."""
         each = params_of_tokens(params, len(prompts))
-        taken = len(self.sequences)
+        names = (f"generate-{i}" for i in count())
+        free = (name for name in names if name not in self.sequences)
         seqs = [
-            self.prepare(f"generate-{taken + i}", prompt, p)
-            for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))
+            self.prepare(next(free), prompt, p) for prompt, p in zip(prompts, each, strict=True)
         ]
         for seq in seqs:  # all of them, or, if one can't be served, none
             self.queue(seq)

@@ -1,4 +1,4 @@
-"""Stage 8. The decoder of stage 1 in few kernels: seven a layer for one token, ten for many.
+"""Stage 8. The decoder of stage 1 in few kernels: six a layer for one token, ten for many.
 
 The arithmetic is the same; what changes is how often a value goes to memory and back, and how many
 launches that takes. With very few tokens a matrix product is limited by reading its weights, and

@@ -26,7 +26,7 @@ from nanoteach.reference import (
     references,
     static_batches,
 )
-from nanoteach.stages import LADDER, Generator, Parts
+from nanoteach.stages import LADDER, Generator, Parts, stages_here
 from nanoteach.types import SamplingParams
 
 SYSTEM = (
@@ -135,6 +135,11 @@ class Ladder:
             max_model_len=MAX_MODEL_LEN,
             num_gpu_blocks_override=POOL_TOKENS // EngineConfig.block_size,
         )
+
+    @property
+    def stages_here(self) -> list[int]:
+        """The numbers of the stages that are worth timing on this machine."""
+        return [stage.number for stage in stages_here(self.model, self.config)]
 
     def run(self, stages: SequenceOf[int]) -> list[Row]:
         """Prove and time everything; the first row is what the others are compared with.

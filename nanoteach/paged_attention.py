@@ -42,7 +42,7 @@ def pool_blocks(
             f"takes {block_bytes}: raise kv_cache_memory_bytes or gpu_memory_utilization"
         )
     longest = engine.max_model_len or config.max_position
-    needed = blocks_needed(longest, engine.block_size)
+    needed = blocks_needed(max(1, longest - 1), engine.block_size)  # the last token has no K/V
     if memory // block_bytes < needed:
         warnings.warn(
             f"the KV pool holds {memory // block_bytes * engine.block_size} tokens, and a request "
@@ -50,7 +50,9 @@ def pool_blocks(
             "Lower max_model_len, or raise kv_cache_memory_bytes or gpu_memory_utilization",
             stacklevel=2,
         )
-    # More than every slot filled to the longest length could never be used.
+    if device.type == "cuda" and engine.enable_prefix_caching:
+        return memory // block_bytes  # what nobody runs on holds prefixes
+    # Elsewhere no more than every slot at its longest: the memory is wanted for other things.
     return min(memory // block_bytes, engine.max_num_seqs * needed)
 
 

@@ -62,8 +62,18 @@ def output_of(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def check_target(path: Path | None) -> None:
+    """Raise OSError before the work, not after it, where a result could not be written."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a"):
+            pass
+        if path.stat().st_size == 0:
+            path.unlink()
+
+
 def save_result(path: Path, command: str, device: torch.device, data: dict[str, Any]) -> None:
     """Write a result file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check_target(path)
     result = {"command": command, "environment": environment(device), **data}
     path.write_text(json.dumps(result, indent=1) + "\n")

@@ -5,16 +5,14 @@ given: a block manager, a scheduler, an attention, a runner. Those from 7 on are
 and nothing of them is imported before they are built.
 """
 
-import importlib.util
-import os
+import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-import torch
-
+from nanoteach.backends import problem, require
 from nanoteach.block_manager import BlockManager
 from nanoteach.chunked_prefill import ChunkedPrefillScheduler
 from nanoteach.config import EngineConfig
@@ -177,8 +175,14 @@ def build_flash(parts: Parts) -> EngineCore:
 
 
 def runs_kernels(parts: Parts) -> bool:
-    """Whether stages 7 and 8 run on our kernels; if not, on plain PyTorch in their place."""
-    return parts.model.device.type == "cuda" or parts.config.attention_backend == "triton"
+    """Whether stages 7 and 8 run on our kernels; if not, on plain PyTorch in their place.
+
+    Raises ValueError where they should and can't.
+    """
+    if parts.model.device.type != "cuda" and parts.config.attention_backend != "triton":
+        return False
+    require("triton", parts.model, parts.config)
+    return True
 
 
 def build_graphs(parts: Parts) -> EngineCore:
@@ -216,12 +220,15 @@ def build_engine(parts: Parts) -> EngineCore:
     """
     backend = parts.config.attention_backend
     if backend == "auto" and parts.model.device.type == "cuda":
-        backend = "triton" if all(met for met, _ in triton_needs(parts)) else "sdpa"
+        reason = problem("triton", parts.model, parts.config)
+        if reason is None:
+            backend = "triton"
+        else:
+            warnings.warn(f"runs on the slower backend sdpa: {reason}", stacklevel=2)
     if backend == "triton":
-        require(backend, triton_needs(parts))
         return build_graphs(parts)
     if backend == "flash_attn":
-        require(backend, flash_attn_needs(parts))
+        require(backend, parts.model, parts.config)
         return build_flash_attn(parts)
     return build_chunked(parts)
 
@@ -238,62 +245,6 @@ def build_flash_attn(parts: Parts) -> EngineCore:
     return build_core(
         parts, block_manager_class(parts.config), ChunkedPrefillScheduler, FlashAttention
     )
-
-
-Need = tuple[bool, str]
-"""Whether it is met, and what to say and do if it is not."""
-
-
-def require(backend: str, needs: list[Need]) -> None:
-    """Raise ValueError with the first need that is not met."""
-    for met, otherwise in needs:
-        if not met:
-            raise ValueError(f"attention_backend = {backend!r} {otherwise}")
-
-
-def triton_needs(parts: Parts) -> list[Need]:
-    """What stages 7 and 8 run on."""
-    device, interpreted = parts.model.device, os.environ.get("TRITON_INTERPRET") == "1"
-    return [
-        (importlib.util.find_spec("triton") is not None, "needs Triton: pip install triton"),
-        (
-            device.type == "cuda" or interpreted,
-            "needs an NVIDIA GPU; without one, TRITON_INTERPRET=1 in the environment runs its "
-            "kernels on the CPU, slowly",
-        ),
-        (
-            not device.index,
-            f"runs on the first GPU, not on {device}: choose another with CUDA_VISIBLE_DEVICES",
-        ),
-    ]
-
-
-def flash_attn_needs(parts: Parts) -> list[Need]:
-    """What the library can compute. It is not imported: without a GPU, it need not be there."""
-    model, size = parts.model, parts.config.block_size
-    dtype, head_dim = model.dtype, model.config.head_dim
-    return [
-        (
-            model.device.type == "cuda"
-            and torch.cuda.get_device_capability(model.device) >= (8, 0),
-            "needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer: set "
-            "attention_backend='sdpa', which runs anywhere",
-        ),
-        (
-            size % 256 == 0,
-            f"reads blocks of a multiple of 256 tokens, not of {size}: set block_size=256, or "
-            "attention_backend='triton', which takes any",
-        ),
-        (
-            dtype in (torch.float16, torch.bfloat16),
-            f"computes in float16 or bfloat16, not in {dtype}: set dtype='bfloat16'",
-        ),
-        (
-            head_dim <= 256,
-            f"takes a head_dim of at most 256, and this model's is {head_dim}: set "
-            "attention_backend='sdpa', which takes any",
-        ),
-    ]
 
 
 def block_manager_class(config: EngineConfig) -> type[BlockManager]:
@@ -337,3 +288,9 @@ GPU_STAGES = [
 """Those that want an NVIDIA GPU. Elsewhere they do the same in plain PyTorch, slowly."""
 
 LADDER = [*STAGES, *GPU_STAGES]
+
+
+def stages_here(model: Decoder, config: EngineConfig) -> list[Stage]:
+    """Those that are worth timing on this machine: without a GPU, 7 and 8 are not."""
+    on_gpu = model.device.type == "cuda" and problem("triton", model, config) is None
+    return LADDER if on_gpu else STAGES

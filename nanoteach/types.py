@@ -4,13 +4,14 @@ Knows: the words of the public API, which are vLLM's. Does not know: how tokens 
 """
 
 import dataclasses
-import math
 import random
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from nanoteach.config import check_flag, check_positive, reject_unknown_options
+
+COLDEST, HOTTEST = 1e-5, 1_000_000
 
 
 @reject_unknown_options
@@ -19,7 +20,8 @@ class SamplingParams:
     """How one request is continued.
 
     max_tokens: most tokens to generate; None means up to the model's length.
-    temperature: 0, the default, takes the best token; above it, tokens are drawn. vLLM's is 1.
+    temperature: 0, the default, takes the best token, as does anything under 1e-5; above it, tokens
+        are drawn. vLLM's default is 1.
     seed: of the draws, a whole number; 32 bits of it count. With the same seed a request draws the
         same, whatever runs beside it. None: a new one every time.
     stop: strings that end the text when they appear; the text is cut before them.
@@ -39,9 +41,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
             check_positive("max_tokens", self.max_tokens)
-        if not is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+        if not is_number(self.temperature) or not 0 <= self.temperature <= HOTTEST:
             raise ValueError(
-                f"temperature is a number of at least 0 (0 is greedy), not {self.temperature!r}"
+                f"temperature is a number from 0 (greedy) to {HOTTEST:,}, not {self.temperature!r}"
             )
         if self.seed is not None and not is_list_of(int, [self.seed]):
             raise ValueError(f"seed is a whole number, or None for any, not {self.seed!r}")
@@ -56,6 +58,9 @@ class SamplingParams:
         check_flag("ignore_eos", self.ignore_eos)
         if self.cache_salt is not None and not isinstance(self.cache_salt, str):
             raise ValueError(f"cache_salt is a string, not {self.cache_salt!r}")
+        # So cold, the best token wins anyway, and scores over the temperature would overflow.
+        temperature = float(self.temperature) if self.temperature >= COLDEST else 0.0
+        object.__setattr__(self, "temperature", temperature)
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(stop_ids))
 

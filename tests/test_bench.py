@@ -15,7 +15,7 @@ from nanoteach.bench.workloads import METRICS, SPEED, Workload, perfect_times
 from nanoteach.cost_model import num_parameters
 from nanoteach.engine_core import EngineCore
 from nanoteach.hardware import HARDWARE
-from nanoteach.stages import Generator, Parts, Stage
+from nanoteach.stages import STAGES, Generator, Parts, Stage
 
 H200, QWEN, TOY = HARDWARE["h200"], SHAPES["qwen3-0.6b"], SHAPES["toy"]
 SMALL = ("--small", "--device", "cpu")
@@ -124,9 +124,9 @@ class Wrong:
 def test_a_stage_with_other_tokens_is_a_failure(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = speed.STAGES[5]
+    stage = STAGES[5]
     wrong = Stage(6, stage.name, (), lambda parts: Wrong(stage.build(parts)))
-    monkeypatch.setattr(speed, "STAGES", [wrong])
+    monkeypatch.setattr(speed, "stages_here", lambda model, config: [wrong])
     code, out, err = run(capsys, "stages", "--model", "tiny", "--repeats", "1", *SMALL)
     assert code == 1
     assert "NOT transformers' tokens in 1 requests" in out and "stage 6 in float32" in err

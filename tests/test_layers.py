@@ -16,6 +16,7 @@ STAGE_0 = ("config", "hardware", "cost_model")
 ALL = (
     "__init__",
     "__main__",
+    "backends",
     "bench",
     "cli",
     "course",

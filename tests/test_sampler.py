@@ -59,6 +59,12 @@ def test_the_kernel_draws_the_same() -> None:
     assert out.tolist() == sample(logits, draws).tolist()
 
 
+def test_what_is_colder_than_cold_takes_the_best_token() -> None:
+    assert SamplingParams(temperature=1e-40).temperature == 0
+    logits = torch.tensor([[1.0, 5, 4, 9]])
+    assert sample(logits, [Draw(SamplingParams(temperature=1e-5).temperature, 3, 4)]).item() == 3
+
+
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return Engine("tiny", device="cpu", block_size=4, num_gpu_blocks_override=30)

@@ -30,9 +30,9 @@ from nanoteach.cost_model import WallClock, Work
 from nanoteach.engine_core import EngineCore
 from nanoteach.hardware import HARDWARE, Hardware, measure
 from nanoteach.hub import check_device, default_device, default_model, resolve_model
-from nanoteach.loader import DTYPES, load_model
+from nanoteach.loader import check_dtype, load_model
 from nanoteach.reference import compare, open_model, references
-from nanoteach.stages import GPU_STAGES, STAGES, Generator, Parts, Stage, build_engine, triton_needs
+from nanoteach.stages import Generator, Parts, Stage, build_engine, stages_here
 from nanoteach.types import SamplingParams
 
 LONGEST, SMALL_LONGEST = 4112, 144  # hold the longest request, in whole blocks of 16
@@ -84,14 +84,16 @@ class Bench:
     ) -> None:
         self.names = chosen(names)
         check_positive("repeats", repeats)
-        if model and shape:
+        if model is not None and shape is not None:
             raise ValueError("--model and --shape both say which model to run: give one of them")
         self.repeats, self.small = repeats, small
         self.device = check_device(device) if device else default_device()
         cpu = self.device.type == "cpu"
-        self.dtype = DTYPES[dtype or ("float32" if cpu else "bfloat16")]
-        self.name = f"random weights, {shape}" if shape else model or default_model()
-        self.folder = None if shape else resolve_model(self.name)
+        chosen_dtype = check_dtype(dtype)
+        self.dtype = chosen_dtype or (torch.float32 if cpu else torch.bfloat16)
+        drawn = shape is not None
+        self.name = f"random weights, {shape}" if drawn else model or default_model()
+        self.folder = None if drawn else resolve_model(self.name)
         longest = options.get("max_model_len")
         if self.folder:
             self.model = load_model(self.folder, self.device, self.dtype, max_model_len=longest)
@@ -113,19 +115,18 @@ class Bench:
         """Run everything."""
         makers = [SPEED[name] for name in self.names if name in SPEED]
         workloads = [w for make in makers for w in make(self.model.config.vocab_size, self.small)]
-        needs = triton_needs(Parts(self.model, self.config))
-        on_gpu = self.device.type == "cuda" and all(met for met, _ in needs)
-        stages = [*STAGES, *(GPU_STAGES if on_gpu else [])]
+        stages = stages_here(self.model, self.config)
         count = len(workloads) + ("startup" in self.names)
         count += len(stages) * ("stages" in self.names)
         rows: list[Row] = []
         with tqdm(total=count * (self.repeats + 1), unit=" runs", disable=None) as self.bar:
+            if "startup" in self.names:  # before this process has compiled anything
+                rows += self.run_startup()
             if workloads:
+                self.free()
                 core = self.build()
                 rows += [row for w in workloads for row in self.measure(core, w, self.config)]
                 del core
-            if "startup" in self.names:
-                rows += self.run_startup()
             if "stages" in self.names:
                 rows += self.run_stages(stages)
         return rows
@@ -156,7 +157,7 @@ class Bench:
             try:
                 self.run_once(engine, workload.short())
                 runs = [self.run_once(engine, workload) for _ in range(self.repeats)]
-            except Refused as error:
+            except (Refused, ValueError) as error:
                 note = f"refused: {error}"
                 self.failures.append(f"{workload.name} was {note}")
         self.bar.update(end - self.bar.n)
@@ -230,8 +231,13 @@ class Bench:
         rows: list[Row] = []
         for stage in stages:
             self.free()
-            engine = stage.build(Parts(self.model, config, clock=self.clock))
             title = f"{stage.number} {stage.name.replace('_', ' ')}"
+            try:
+                engine = stage.build(Parts(self.model, config, clock=self.clock))
+            except ValueError as error:
+                rows.append(Row(title, "output", "tok/s", [], note=f"refused: {error}"))
+                self.failures.append(f"{title} was refused: {error}")
+                continue
             (row,) = self.measure(engine, dataclasses.replace(workload, name=title), config)
             del engine
             notes = [row.note, judge(stage) if row.samples else ""]
