@@ -523,7 +523,7 @@ print("V as it was:", torch.equal(values[:num_tokens], v))
 #   are padded with block 0. What is gathered for the padding is hidden by the same mask.
 #
 # Gathering copies the history in every step, which is bytes for nothing. A real kernel reads K/V
-# through the table, in place. You write one in notebook 07 (being written); what is around it stays
+# through the table, in place. You write one in notebook 07; what is around it stays
 # as it is.
 #
 # ## Plug it in

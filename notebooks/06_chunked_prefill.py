@@ -726,7 +726,7 @@ except Exception as error:  # a body of `...` returns None
 # - A step's memory is bounded by the budget, and so `max_model_len` may be larger than it. The rule
 #   of stage 4 is gone.
 # - **The bottleneck now** is inside the step. Our attention gathers the whole history of each
-#   chunk, and each operation is a PyTorch call of its own. Notebook 07, which is being written,
+#   chunk, and each operation is a PyTorch call of its own. Notebook 07
 #   begins with attention.
 #
 # ### In other engines

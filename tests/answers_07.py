@@ -20,9 +20,7 @@ def through_logarithms(running, scores, values):
 def never_rescales(running, scores, values):
     largest = torch.maximum(running.largest, scores.amax(-1))
     weights = torch.exp(scores - largest.unsqueeze(-1))
-    return Running(
-        largest, running.total + weights.sum(-1), running.weighted + weights @ values
-    )
+    return Running(largest, running.total + weights.sum(-1), running.weighted + weights @ values)
 
 
 @wrong(ATTEND, "`total` is scaled to the new largest score, and `weighted` is not")
@@ -242,9 +240,7 @@ def one_too_many(query_lens, first_seq, tile_tokens):
 
 @wrong(TILES, "the decodes before it")
 def numbers_from_0(query_lens, first_seq, tile_tokens):
-    return [
-        (seq, start) for seq, n in enumerate(query_lens) for start in range(0, n, tile_tokens)
-    ]
+    return [(seq, start) for seq, n in enumerate(query_lens) for start in range(0, n, tile_tokens)]
 
 
 @wrong(TILES, "not the tile's number")

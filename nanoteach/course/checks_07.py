@@ -1,4 +1,4 @@
-"""Checks of notebook 07: softmax tile by tile, splits, tiles of a prompt. All at once, or counted."""
+"""Checks of notebook 07: softmax in tiles, splits, tiles of a prompt. Done at once, or counted."""
 
 from collections.abc import Callable
 from typing import Any
@@ -120,25 +120,18 @@ def _compare(
         raise Wrong(name, "a Running of three tensors", type(got).__name__, words)
     largest = scores.amax(-1)
     weights = (scores - largest.unsqueeze(-1)).exp()
-    right = {
-        "largest": largest, "total": weights.sum(-1), "weighted": scores.softmax(-1) @ values,
-    }  # fmt: skip
+    right = Running(largest, weights.sum(-1), weights @ values)
     wrongs = [(_walked(scores, values, widths, wrong), words) for wrong, words in _wrong_steps()]
-    # The result first: it is what counts, and it tells most mistakes apart.
-    right["weighted"] = right["weighted"] * right["total"].unsqueeze(-1)
-    for field in Running._fields:
-        own = getattr(Running(*got), field)
-        likely = []
-        for wrong, words in wrongs:
-            same = all(equal(a, b) for a, b in zip(wrong, got, strict=True))
-            if same:
-                likely.append((own, words))
-        if field == "weighted":
-            likely.append((right["weighted"] / right["total"].unsqueeze(-1),
-                           "Do not divide here: that is done once, after the last tile."))  # fmt: skip
-            swapped = (weights.transpose(-1, -2), "")
-            likely.append(swapped)
-        expect_equal(f"{name}: {field}", right[field], own, likely)
+    likely: list[tuple[Any, str]] = [
+        (own, words)
+        for wrong, words in wrongs
+        if all(equal(a, b) for a, b in zip(wrong, got, strict=True))
+        for own in got
+    ]
+    likely.append((right.weighted / right.total.unsqueeze(-1),
+                   "Do not divide here: that is done once, after the last tile."))  # fmt: skip
+    for field, wanted, own in zip(Running._fields, right, got, strict=True):
+        expect_equal(f"{name}: {field}", wanted, own, likely)
 
 
 @check("nanoteach.tiled_attention.combine", "The splits of a history, added up", (7, 8))

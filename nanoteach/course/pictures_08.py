@@ -44,11 +44,20 @@ def recorded(name: str) -> dict[str, Any]:
     return dict(json.loads((ROOT / "figures" / "results" / name).read_text(encoding="utf-8")))
 
 
-def noted(heading: str) -> list[str]:
-    """The lines of the table under a heading of notes/gpu.md."""
+def section(heading: str) -> str:
+    """What stands under a heading of notes/gpu.md."""
     text = (ROOT / "notes" / "gpu.md").read_text(encoding="utf-8")
-    section = text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    return [line for line in section.splitlines() if line.startswith("|")]
+    return text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0].strip()
+
+
+def noted(heading: str) -> list[str]:
+    """The lines of the tables there."""
+    return [line for line in section(heading).splitlines() if line.startswith("|")]
+
+
+def note(heading: str, words: str) -> str:
+    """The paragraph there that has these words in it."""
+    return next(part for part in section(heading).split("\n\n") if words in part)
 
 
 def where(result: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ class Pointer(NamedTuple):
     line: Tensor
     place: Any
 
-    def __add__(self, places: Any) -> "Pointer":  # type: ignore[override]
+    def __add__(self, places: Any) -> "Pointer":
         return Pointer(self.line, self.place + places)
 
 
