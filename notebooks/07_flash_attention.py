@@ -100,9 +100,7 @@ def parts(budget=256):
 
 def engine_with(attention, budget=256):
     """The engine of notebook 06, with another attention."""
-    return build_core(
-        parts(budget), PrefixCachingBlockManager, ChunkedPrefillScheduler, attention
-    )
+    return build_core(parts(budget), PrefixCachingBlockManager, ChunkedPrefillScheduler, attention)
 
 
 class Counting(PagedAttention):
@@ -690,9 +688,7 @@ for t in timings:
         )
 
 # %% tags=["nbval-ignore-output"]
-every = {
-    (t.batch, t.history): tuple(1e6 * x for x in bounds(t.batch, t.history)) for t in timings
-}
+every = {(t.batch, t.history): tuple(1e6 * x for x in bounds(t.batch, t.history)) for t in timings}
 pictures_07.against_bytes(timings, every)
 
 # %% tags=["nbval-ignore-output"]
