@@ -20,18 +20,12 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from nanoteach.results import source_hash
+from nanoteach.results import RESULTS, recorded, source_hash
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 MODELS = ("tiny", "smollm2-135m")
 OURS, THEIRS, TEXT = "#2a6f97", "#b8bec6", "#3a3f45"
-
-
-def result(name: str) -> dict[str, Any]:
-    """A result file."""
-    data: dict[str, Any] = json.loads((HERE / "results" / f"{name}.json").read_text())
-    return data
 
 
 def speed(ladder: dict[str, Any], row: dict[str, Any]) -> float:
@@ -45,7 +39,7 @@ def draw_ladders() -> str:
     size = (5.5 * len(MODELS), 3.4)
     figure, panels = plt.subplots(1, len(MODELS), figsize=size, layout="constrained", squeeze=False)
     for panel, model in zip(panels[0], MODELS, strict=True):
-        ladder = result(f"ladder-{model}")
+        ladder = recorded(f"ladder-{model}")
         rows = ladder["rows"]
         speeds = [speed(ladder, row) for row in rows]
         colours = [OURS if row["stage"] else THEIRS for row in rows]
@@ -63,7 +57,7 @@ def draw_ladders() -> str:
 
 def ladder_table(model: str) -> str:
     """A ladder as a Markdown table, with what it ran on."""
-    ladder = result(f"ladder-{model}")
+    ladder = recorded(f"ladder-{model}")
     machine = ladder["environment"]
     repeated = any(len(row["seconds"]) > 1 for row in ladder["rows"])
     spread = "Medians, with the slowest and fastest run" if repeated else "One run of each"
@@ -92,7 +86,7 @@ def ladder_table(model: str) -> str:
 
 def draw_gpu_ladder() -> str:
     """Tokens/s of every stage on the GPU, on a logarithmic scale, with each step's gain."""
-    rows = result("stages_h200")["rows"]
+    rows = recorded("stages_h200")["rows"]
     speeds = [statistics.median(row["samples"]) for row in rows]
     plt.rcParams.update({"svg.hashsalt": "nanoteach", "font.size": 10, "text.color": TEXT})
     figure, panel = plt.subplots(figsize=(8, 3.2), layout="constrained")
@@ -122,7 +116,7 @@ def svg(figure: Any) -> str:
 
 def gpu_table() -> str:
     """Every workload on the GPU beside the peers and the bound, as a Markdown table."""
-    found, peers = result("bench_h200"), result("peers")
+    found, peers = recorded("bench_h200"), recorded("peers")
     machine, engine = found["environment"], found["settings"]["engine"]
     names = list(peers["engines"])
     lines = [
@@ -146,7 +140,7 @@ def gpu_table() -> str:
             f"{low:,.0f} to {high:,.0f} | {shown} | {middle / theirs[0]:.2f} | "
             f"{row['bound']:,.0f} |"
         )
-    started = result("startup_h200")
+    started = recorded("startup_h200")
     first = started["rows"][0]["note"].removeprefix("the first in this process: ")
     graphs = next(row for row in started["rows"] if row["metric"] == "graphs")
     lines += [
@@ -160,7 +154,7 @@ def gpu_table() -> str:
 
 def scheduler_line() -> str:
     """What deciding takes of a decode step, with what it ran on."""
-    found = result("scheduler")
+    found = recorded("scheduler")
     machine, row = found["environment"], found["rows"][-1]
     low, middle, high = (1e6 * q for q in statistics.quantiles(row["seconds"], n=4))
     return (
@@ -199,7 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
-    for path in sorted((HERE / "results").glob("*.json")):
+    for path in sorted(RESULTS.glob("*.json")):
         measured = json.loads(path.read_text()).get("environment")  # peers.json has none
         if measured and measured["sources"] != source_hash():
             print(f"{path.name} is older than the code")

@@ -49,9 +49,11 @@ def triton_needs(model: Decoder, config: EngineConfig) -> list[Need]:
         ),
     ]
     if on_gpu:
+        from nanoteach.tiled_attention import TILE_KEYS, TILE_ROWS
+
         gpu = torch.cuda.get_device_properties(device)
-        # A program of the prompts' kernel: 128 rows of queries, two tiles of 64 keys and values.
-        takes = (128 + 2 * 2 * 64) * model.config.head_dim * model.dtype.itemsize
+        # A program of the prompts' kernel holds its queries, and two tiles of keys and values.
+        takes = (TILE_ROWS + 2 * 2 * TILE_KEYS) * model.config.head_dim * model.dtype.itemsize
         has = getattr(gpu, "shared_memory_per_block_optin", takes)  # older torch does not tell
         needs += [
             (gpu.major >= 8, "needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer"),

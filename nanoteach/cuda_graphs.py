@@ -150,10 +150,10 @@ class GraphRunner:
         kv_heads = self.decoder.config.num_kv_heads
         if kind == "decode":
             splits = choose_splits(size, kv_heads, self.max_model_len)
-            return StepBuffer(size, size, 0, 0, size, self.tables.tables, splits)
+            return StepBuffer(size, size, 0, 0, self.tables.tables, splits)
         seqs = min(size, self.max_num_seqs)
         tiles = size // self.tile_tokens + seqs
-        return StepBuffer(size, seqs, seqs, tiles, seqs, self.tables.tables, MIXED_SPLITS)
+        return StepBuffer(size, seqs, seqs, tiles, self.tables.tables, MIXED_SPLITS)
 
     def exact_inputs(self, scheduled: list[Scheduled]) -> StepInputs:
         """The inputs of a step that no graph was recorded for."""

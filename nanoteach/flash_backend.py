@@ -5,15 +5,15 @@ whether this model and this machine suit the library (stages.py asks before it b
 """
 
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from functools import partial
+from itertools import accumulate
 
 import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from nanoteach.block_manager import blocks_needed, slot_mapping
 from nanoteach.model import AttentionMetadata
-from nanoteach.paged_attention import PagedAttention
+from nanoteach.paged_attention import PagedAttention, count_decodes, padded
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,6 @@ class FlashMetadata(AttentionMetadata):
     longest_key: int
 
 
-def padded(tables: list[list[int]]) -> list[list[int]]:
-    """All as long as the longest. No length reaches the padding."""
-    widest = max(map(len, tables), default=0)
-    return [table + [0] * (widest - len(table)) for table in tables]
-
-
 class FlashAttention(PagedAttention):
     """Attention by the library: one call for the decodes, one for the chunks."""
 
@@ -49,23 +43,13 @@ class FlashAttention(PagedAttention):
         self, query_lens: list[int], seq_lens: list[int], block_tables: list[list[int]]
     ) -> FlashMetadata:
         """See `PagedAttention.plan`."""
-        size, device = self.block_size, self.k.device
-        slots = [
-            slot
-            for table, new, n in zip(block_tables, query_lens, seq_lens, strict=True)
-            for slot in slot_mapping(table, size, n - new, n)
-        ]
-        tables = [t[: blocks_needed(n, size)] for t, n in zip(block_tables, seq_lens, strict=True)]
-        num_decodes = len(list(takewhile(lambda new: new == 1, query_lens)))
+        tables, num_decodes = self.tables_in_use(block_tables, seq_lens), count_decodes(query_lens)
+        int32 = partial(torch.tensor, dtype=torch.int32, device=self.k.device)
         news, lens = query_lens[num_decodes:], seq_lens[num_decodes:]
-
-        def int32(values: list[int] | list[list[int]]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
         return FlashMetadata(
             query_lens,
             seq_lens,
-            slot_mapping=torch.tensor(slots, device=device),
+            slot_mapping=self.slots(query_lens, seq_lens, block_tables),
             # Two tables: a long prompt must not widen that of the decodes, whose histories the
             # library cuts into parts by its width.
             decode_tables=int32(padded(tables[:num_decodes])),

@@ -149,7 +149,7 @@ class Ladder:
         """
         first = Row("transformers, one by one")
         rows = [Row(f"transformers, batches of {WIDTH}")]
-        rows += [Row(f"{n} {LADDER[n - 1].name.replace('_', ' ')}", stage=n) for n in stages]
+        rows += [Row(LADDER[n - 1].title, stage=n) for n in stages]
         num_runs = 1 + self.repeats * len(rows)
         total = num_runs * self.workload.num_output_tokens
         with tqdm(total=total, unit=" tokens", disable=None if self.progress else True) as bar:

@@ -83,6 +83,17 @@ class PagedMetadata(AttentionMetadata):
     chunk_blocks: list[Tensor]
 
 
+def count_decodes(query_lens: list[int]) -> int:
+    """How many sequences at the front of a step have one new token."""
+    return len(list(takewhile(lambda new: new == 1, query_lens)))
+
+
+def padded(tables: list[list[int]]) -> list[list[int]]:
+    """Block tables, all as long as the longest. No length reaches the padding, block 0."""
+    widest = max(map(len, tables), default=0)
+    return [table + [0] * (widest - len(table)) for table in tables]
+
+
 def group_by_length(lengths: list[int]) -> list[slice]:
     """Cut a list into runs in which the longest is at most twice the shortest.
 
@@ -111,7 +122,7 @@ class PagedAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.block_size = block_size
+        self.config, self.block_size = config, block_size
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         try:
             self.k = torch.zeros(shape, dtype=dtype, device=device)
@@ -127,30 +138,39 @@ class PagedAttention:
         self, query_lens: list[int], seq_lens: list[int], block_tables: list[list[int]]
     ) -> PagedMetadata:
         """Turn tables into tensors, once a step, for all layers."""
-        size, device = self.block_size, self.k.device
-        slots = [
-            slot
-            for table, new, n in zip(block_tables, query_lens, seq_lens, strict=True)
-            for slot in slot_mapping(table, size, n - new, n)
-        ]
-        # A table may be longer than its sequence: only the blocks in use are read.
-        tables = [t[: blocks_needed(n, size)] for t, n in zip(block_tables, seq_lens, strict=True)]
-        num_decodes = len(list(takewhile(lambda new: new == 1, query_lens)))
+        tables, num_decodes = self.tables_in_use(block_tables, seq_lens), count_decodes(query_lens)
         groups = group_by_length([len(table) for table in tables[:num_decodes]])
+        chunks = tables[num_decodes:]
         return PagedMetadata(
             query_lens,
             seq_lens,
-            slot_mapping=torch.tensor(slots, device=device),
+            slot_mapping=self.slots(query_lens, seq_lens, block_tables),
             decode_groups=[self.decode_group(tables[g], seq_lens[g]) for g in groups],
-            chunk_blocks=[torch.tensor(table, device=device) for table in tables[num_decodes:]],
+            chunk_blocks=[torch.tensor(table, device=self.k.device) for table in chunks],
         )
+
+    def slots(
+        self, query_lens: list[int], seq_lens: list[int], block_tables: list[list[int]]
+    ) -> Tensor:
+        """Where each new token's K/V go, `[num_tokens]`."""
+        slots = [
+            slot
+            for table, new, n in zip(block_tables, query_lens, seq_lens, strict=True)
+            for slot in slot_mapping(table, self.block_size, n - new, n)
+        ]
+        return torch.tensor(slots, device=self.k.device)
+
+    def tables_in_use(self, block_tables: list[list[int]], seq_lens: list[int]) -> list[list[int]]:
+        """A table may be longer than its sequence: only the blocks in use are read."""
+        size = self.block_size
+        return [t[: blocks_needed(n, size)] for t, n in zip(block_tables, seq_lens, strict=True)]
 
     def decode_group(self, tables: list[list[int]], seq_lens: list[int]) -> DecodeGroup:
         """Pad tables to the longest of them."""
-        widest, device = max(map(len, tables)), self.k.device
-        blocks = [block for table in tables for block in table + [0] * (widest - len(table))]
-        mask = decode_mask(seq_lens, widest * self.block_size)
-        return DecodeGroup(len(tables), torch.tensor(blocks, device=device), mask.to(device))
+        rows, device = padded(tables), self.k.device
+        blocks = torch.tensor(rows, device=device).flatten()
+        mask = decode_mask(seq_lens, len(rows[0]) * self.block_size)
+        return DecodeGroup(len(tables), blocks, mask.to(device))
 
     def store(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write the new tokens' K/V `[num_tokens, num_kv_heads, head_dim]` to their slots."""

@@ -12,6 +12,13 @@ from typing import Any
 import torch
 
 PACKAGE = Path(__file__).parent
+RESULTS = PACKAGE.parent / "figures" / "results"
+
+
+def recorded(name: str) -> dict[str, Any]:
+    """A result file of the repository, by its name without the ending."""
+    data: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return data
 
 
 def source_hash() -> str:
@@ -74,6 +81,6 @@ def check_target(path: Path | None) -> None:
 
 def save_result(path: Path, command: str, device: torch.device, data: dict[str, Any]) -> None:
     """Write a result file."""
-    check_target(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     result = {"command": command, "environment": environment(device), **data}
     path.write_text(json.dumps(result, indent=1) + "\n")

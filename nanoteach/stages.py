@@ -74,6 +74,11 @@ class Stage:
     build: Callable[[Parts], Generator]
 
     @property
+    def title(self) -> str:
+        """Number and name, for tables."""
+        return f"{self.number} {self.name.replace('_', ' ')}"
+
+    @property
     def notebook(self) -> str:
         """The notebook that tells its story."""
         return f"{self.number:02d}_{self.name}"
@@ -228,13 +233,13 @@ def build_engine(parts: Parts) -> EngineCore:
     if backend == "triton":
         return build_graphs(parts)
     if backend == "flash_attn":
-        require(backend, parts.model, parts.config)
         return build_flash_attn(parts)
     return build_chunked(parts)
 
 
 def build_flash_attn(parts: Parts) -> EngineCore:
     """Stage 7 with the library flash-attn's attention in place of ours."""
+    require("flash_attn", parts.model, parts.config)
     try:
         from nanoteach.flash_backend import FlashAttention
     except ImportError as error:  # none there, or one that was built for another torch

@@ -14,16 +14,16 @@ Knows: how the work of a step is cut, and what each piece computes. Does not kno
 """
 
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanoteach.block_manager import slot_mapping
 from nanoteach.config import ModelConfig
 from nanoteach.model import AttentionMetadata
-from nanoteach.paged_attention import PagedAttention
+from nanoteach.paged_attention import PagedAttention, count_decodes, padded
 
 TILE_KEYS = 64
 """Tokens of the history in one tile."""
@@ -118,38 +118,18 @@ class TiledMetadata(AttentionMetadata):
 class TiledAttention(PagedAttention):
     """Attention that reads K and V where they lie: nothing is gathered, whatever the step mixes."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__(config, num_blocks, block_size, dtype, device)
-        self.tile_tokens = tile_tokens(config)
-
     def plan(  # type: ignore[override]
         self, query_lens: list[int], seq_lens: list[int], block_tables: list[list[int]]
     ) -> TiledMetadata:
         """See `PagedAttention.plan`."""
-        device, widest = self.k.device, max(map(len, block_tables))
-        num_decodes = len(list(takewhile(lambda new: new == 1, query_lens)))
-        slots = [
-            slot
-            for table, new, n in zip(block_tables, query_lens, seq_lens, strict=True)
-            for slot in slot_mapping(table, self.block_size, n - new, n)
-        ]
-        tiles = tiles_of(query_lens[num_decodes:], num_decodes, self.tile_tokens)
-
-        def int32(values: list[int] | list[list[int]]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
+        int32 = partial(torch.tensor, dtype=torch.int32, device=self.k.device)
+        num_decodes = count_decodes(query_lens)
+        tiles = tiles_of(query_lens[num_decodes:], num_decodes, tile_tokens(self.config))
         return TiledMetadata(
             query_lens,
             seq_lens,
-            slot_mapping=torch.tensor(slots, device=device),
-            tables=int32([table + [0] * (widest - len(table)) for table in block_tables]),
+            slot_mapping=self.slots(query_lens, seq_lens, block_tables),
+            tables=int32(padded(block_tables)),
             lengths=int32(seq_lens),
             decode_lens=int32(seq_lens[:num_decodes]),
             query_starts=int32([0, *accumulate(query_lens)]),
@@ -181,10 +161,8 @@ class TiledAttention(PagedAttention):
         for seq, first in zip(m.tile_seqs.tolist(), m.tile_starts.tolist(), strict=True):
             if seq < 0:
                 continue
-            begin, end = (
-                starts[seq] + first,
-                min(starts[seq] + first + self.tile_tokens, starts[seq + 1]),
-            )
+            begin = starts[seq] + first
+            end = min(begin + tile_tokens(self.config), starts[seq + 1])
             position = int(m.lengths[seq]) - (starts[seq + 1] - begin)
             rows, _ = self.walk(
                 layer, q[begin:end], m.tables[seq], position, 0, position + end - begin

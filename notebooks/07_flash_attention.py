@@ -677,7 +677,7 @@ print(f"(by bytes, {h200.name})")
 # new token's K/V, and then attends.
 
 # %%
-timings = pictures_07.recorded()
+timings = pictures_07.recorded_timings()
 print("decodes  history   kernel: bytes  recorded    gather: bytes  recorded   times")
 for t in timings:
     if t.history in (512, 2048, 8192):

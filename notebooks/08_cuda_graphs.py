@@ -40,6 +40,7 @@ from nanoteach.hardware import hardware_named, measure
 from nanoteach.hub import resolve_model
 from nanoteach.loader import eos_token_ids, load_model, load_tokenizer
 from nanoteach.reference import compare, references
+from nanoteach.results import recorded
 from nanoteach.sequence import Sequence
 from nanoteach.stages import LADDER, Parts
 from nanoteach.step_inputs import DECODE_SIZES, MIXED_SIZES, BlockTables, StepBuffer
@@ -55,7 +56,7 @@ open_notebook(8)
 # written down every kernel of one step: its name, when it began, how long it took.
 
 # %%
-record = told.recorded("timeline_h200.json")
+record = recorded("timeline_h200")
 print(f"({told.where(record)})")
 eager = record["steps"]["stage 7, eager"]
 for event in eager["events"][600:612]:
@@ -747,7 +748,7 @@ reveal("H200, one request: a step with fused kernels in a graph", in_graph[2] / 
 # Whole runs of the engine, with the overlapped loop, beside the bound of a perfect engine:
 
 # %%
-bench = told.recorded("bench_h200.json")
+bench = recorded("bench_h200")
 print(f"({told.where(bench)})")
 for row in bench["rows"]:
     if row["samples"] and row["bound"] and row["unit"] == "tok/s":
@@ -1000,7 +1001,7 @@ print(examine_rows(mended))
 # The ladder as recorded, one small workload on all stages, in the order of the course:
 
 # %%
-stages = told.recorded("stages_h200.json")
+stages = recorded("stages_h200")
 print(f"({told.where(stages)}; {stages['model']}, {stages['dtype']})")
 rungs = [row for row in stages["rows"] if row["samples"]]
 first = median(rungs[0]["samples"])

@@ -53,7 +53,7 @@ from nanoteach.reference import (
 )
 from nanoteach.scheduler import Scheduled
 from nanoteach.sequence import Sequence
-from nanoteach.stages import GPU_STAGES, STAGES, Parts
+from nanoteach.stages import LADDER, Parts
 from nanoteach.types import SamplingParams, Trace
 
 pytest.importorskip("triton")
@@ -257,7 +257,7 @@ def plain_float32() -> Iterator[None]:
 def build(parts: Parts, variant: Variant) -> EngineCore:
     """An engine. Its runner is of the stage; the loop is the plain one unless `overlapped`."""
     gc.collect()  # the graphs of engines before, not while ours are recorded
-    stage = (*STAGES, *GPU_STAGES)[variant.stage - 1]
+    stage = LADDER[variant.stage - 1]
     assert stage.number == variant.stage
     core: Any = stage.build(parts)
     runner = core.runner

@@ -3,13 +3,16 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fakes import save_random_model
 
+from nanoteach.backends import problem
 from nanoteach.config import EngineConfig
+from nanoteach.cost_model import SHAPES
 from nanoteach.engine import Engine
 from nanoteach.loader import load_model
 from nanoteach.stages import GPU_STAGES, Parts, Stage, build_chunked
@@ -100,3 +103,23 @@ def test_triton_without_a_gpu_says_what_to_do(
         Engine(folder, device="cpu", attention_backend="triton")
     with pytest.raises(ValueError, match="attention_backend is one of auto, sdpa, triton"):
         Engine(folder, device="cpu", attention_backend="flash")
+
+
+GPUS = {
+    "H200": ((9, 0), 232448, None),
+    "A100": ((8, 0), 166912, "takes 196608 bytes of shared memory for this head_dim"),
+    "T4": ((7, 5), 65536, "compute capability 8.0"),
+}
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_what_the_kernels_need_of_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told from the GPU's own properties, before a kernel is compiled for it in vain."""
+    (major, minor), shared, message = GPUS[name]
+    properties = SimpleNamespace(major=major, minor=minor, shared_memory_per_block_optin=shared)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    model: Any = SimpleNamespace(
+        device=torch.device("cuda"), dtype=torch.float32, config=SHAPES["qwen3-0.6b"]
+    )
+    reason = problem("triton", model, EngineConfig())
+    assert message in str(reason) if message else reason is None

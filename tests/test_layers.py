@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import nanoteach
-from nanoteach.stages import GPU_STAGES, STAGES
+from nanoteach.stages import LADDER
 
 PACKAGE = Path(nanoteach.__file__).parent
 
@@ -35,8 +35,7 @@ Places = dict[str, int]
 def places() -> Places:
     """The stage of every module. Raises ValueError where two claim the same one."""
     listed = [(name, 0) for name in STAGE_0]
-    stages = [*STAGES, *GPU_STAGES]
-    listed += [(name, stage.number) for stage in stages for name in stage.modules]
+    listed += [(name, stage.number) for stage in LADDER for name in stage.modules]
     listed += [(name, LAST) for name in ALL]
     result = dict(listed)
     if len(result) < len(listed):

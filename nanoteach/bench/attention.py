@@ -21,7 +21,7 @@ import torch
 from nanoteach.block_manager import blocks_needed
 from nanoteach.cost_model import SHAPES, kv_bytes_per_token
 from nanoteach.paged_attention import PagedAttention
-from nanoteach.results import save_result
+from nanoteach.results import check_target, save_result
 from nanoteach.triton_backend import TritonAttention
 
 BATCHES, HISTORIES = (1, 4, 16, 64), (512, 1024, 2048, 4096, 8192)
@@ -92,6 +92,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this needs an NVIDIA GPU")
+    check_target(args.save)
     rows = []
     print("batch  history   kernel µs   gather µs   times   kernel GB/s")
     for batch in BATCHES:

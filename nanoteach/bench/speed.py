@@ -231,14 +231,13 @@ class Bench:
         rows: list[Row] = []
         for stage in stages:
             self.free()
-            title = f"{stage.number} {stage.name.replace('_', ' ')}"
             try:
                 engine = stage.build(Parts(self.model, config, clock=self.clock))
             except ValueError as error:
-                rows.append(Row(title, "output", "tok/s", [], note=f"refused: {error}"))
-                self.failures.append(f"{title} was refused: {error}")
+                rows.append(Row(stage.title, "output", "tok/s", [], note=f"refused: {error}"))
+                self.failures.append(f"{stage.title} was refused: {error}")
                 continue
-            (row,) = self.measure(engine, dataclasses.replace(workload, name=title), config)
+            (row,) = self.measure(engine, dataclasses.replace(workload, name=stage.title), config)
             del engine
             notes = [row.note, judge(stage) if row.samples else ""]
             if row.samples and rows and rows[-1].samples:

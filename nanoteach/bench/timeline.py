@@ -22,7 +22,7 @@ from nanoteach.bench.random_model import random_model
 from nanoteach.config import EngineConfig
 from nanoteach.engine_core import EngineCore
 from nanoteach.model import Decoder
-from nanoteach.results import save_result
+from nanoteach.results import check_target, save_result
 from nanoteach.stages import Parts, build_flash, build_graphs
 from nanoteach.types import SamplingParams
 
@@ -110,6 +110,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this needs an NVIDIA GPU")
+    check_target(args.save)
     found = run(random_model(SHAPE, "cuda", torch.bfloat16, max_model_len=2048))
     for name, step in found["steps"].items():
         busy = covered_us(step["events"])

@@ -3,13 +3,11 @@
 Knows: matplotlib, and the result file of the kernel. Does not know: engines.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 from nanoteach.course.pictures import (
@@ -24,8 +22,7 @@ from nanoteach.course.pictures import (
     drawing,
     say,
 )
-
-RESULTS = Path(__file__).resolve().parents[2] / "figures/results"
+from nanoteach.results import recorded
 
 
 class Timing(NamedTuple):
@@ -38,7 +35,7 @@ class Timing(NamedTuple):
     num_bytes: int
 
 
-def recorded(path: Path = RESULTS / "attention_h200.json") -> list[Timing]:
+def recorded_timings() -> list[Timing]:
     """What was measured on a GPU; see bench/attention.py."""
     return [
         Timing(
@@ -48,7 +45,7 @@ def recorded(path: Path = RESULTS / "attention_h200.json") -> list[Timing]:
             statistics.median(row["gather_us"]),
             row["bytes"],
         )
-        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]
+        for row in recorded("attention_h200")["rows"]
     ]
 
 
@@ -60,12 +57,11 @@ class Speed(NamedTuple):
     bound: float
 
 
-def recorded_stages(*numbers: int, path: Path = RESULTS / "stages_h200.json") -> list[Speed]:
+def recorded_stages(*numbers: int) -> list[Speed]:
     """What these stages reached on a GPU; see `nanoteach bench stages`."""
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     return [
         Speed(row["workload"], statistics.median(row["samples"]), row["bound"])
-        for row in rows
+        for row in recorded("stages_h200")["rows"]
         if row["workload"].startswith(tuple(f"{number} " for number in numbers))
     ]
 

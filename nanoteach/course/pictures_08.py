@@ -5,7 +5,6 @@ Recorded runs are the files of `figures/results`, and the tables of `notes/gpu.m
 Knows: those files; matplotlib. Does not know: engines.
 """
 
-import json
 import statistics
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
@@ -37,11 +36,6 @@ from nanoteach.course.pictures import (
 from nanoteach.course.widgets import Control, Panel
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def recorded(name: str) -> dict[str, Any]:
-    """A result file."""
-    return dict(json.loads((ROOT / "figures" / "results" / name).read_text(encoding="utf-8")))
 
 
 def section(heading: str) -> str:
