@@ -36,6 +36,7 @@ from nanoteach.config import EngineConfig
 from nanoteach.cost_model import SHAPES, Work, step_cost, weight_bytes_read
 from nanoteach.course import exercise, installed, open_notebook, predict, reveal, show
 from nanoteach.course import pictures_08 as told
+from nanoteach.course.timing import timed, timing_model, where
 from nanoteach.hardware import hardware_named, measure
 from nanoteach.hub import resolve_model
 from nanoteach.loader import eos_token_ids, load_model, load_tokenizer
@@ -57,7 +58,7 @@ open_notebook(8)
 
 # %%
 record = recorded("timeline_h200")
-print(f"({told.where(record)})")
+print(where("timeline_h200"))
 eager = record["steps"]["stage 7, eager"]
 for event in eager["events"][600:612]:
     name = event["name"].replace("void at::native::", "")
@@ -749,7 +750,7 @@ reveal("H200, one request: a step with fused kernels in a graph", in_graph[2] / 
 
 # %%
 bench = recorded("bench_h200")
-print(f"({told.where(bench)})")
+print(where("bench_h200"))
 for row in bench["rows"]:
     if row["samples"] and row["bound"] and row["unit"] == "tok/s":
         reached, most = median(row["samples"]), row["bound"]
@@ -1002,7 +1003,7 @@ print(examine_rows(mended))
 
 # %%
 stages = recorded("stages_h200")
-print(f"({told.where(stages)}; {stages['model']}, {stages['dtype']})")
+print(f"{where('stages_h200')}; {stages['model']}, {stages['dtype']}")
 rungs = [row for row in stages["rows"] if row["samples"]]
 first = median(rungs[0]["samples"])
 for row in rungs:
