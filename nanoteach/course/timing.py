@@ -149,7 +149,7 @@ def recorded_runs(*starts: str) -> list[Rung]:
     ]
 
 
-def table(stages: SequenceOf[Recorded]) -> str:
+def stage_table(stages: SequenceOf[Recorded]) -> str:
     """Stages as text, each with what it gains over the one before it."""
     lines = [
         "                          tokens/s            at best           steps  ms each  at best"
