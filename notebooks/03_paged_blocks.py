@@ -647,14 +647,13 @@ pictures.ladder({"this machine": rungs, "an H200, recorded": [stage.rung for sta
 # both stages do the same steps with the same requests, and the prediction sees no gain. But a step
 # takes longer. To gather a history through its table takes more operations in each layer, and on a
 # GPU it is their number that takes the time. And it is done several times: neighbours are gathered
-# together only if the longest of them is at most twice as long as the shortest. These are the first
-# eight prompts of that run:
+# together only if the longest of them is at most twice as long as the shortest. Here are the first
+# eight requests of that run, when they begin to decode:
 
 # %%
 first_eight = [len(p) for p in stage_workload(qwen.vocab_size, small=False).prompts[:8]]
 print("prompts of", first_eight)
-print("gathered in", len(group_by_length(first_eight)), "groups, in every layer")
-print("if they stood in order:", len(group_by_length(sorted(first_eight))))
+print("gathered in", len(group_by_length(first_eight)), "groups in every layer, K and V apart")
 
 # %% [markdown]
 # So the price of pages is in the picture, and what they are for is not. For that, give the H200
