@@ -804,8 +804,8 @@ pictures.ladder({"this machine": rungs, "an H200, recorded": on_h200})
 
 # %% [markdown]
 # On the right are stages 7 and 8 in the 24 requests of notebook 01, eight at a time. On a CPU a
-# graph has nothing to save. On the H200 the same loop with the same steps, recorded instead of
-# launched one by one, and with fewer kernels in each, is what brings the engine near its bound.
+# graph has nothing to save. On the H200 the same steps, with fewer kernels in each, and recorded
+# instead of launched one by one, are most of the speed.
 
 # %% [markdown]
 # ## Bug clinic
