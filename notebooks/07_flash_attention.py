@@ -24,7 +24,7 @@
 import math
 import os
 import random
-import time
+from dataclasses import replace
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run on the CPU
 try:
@@ -53,7 +53,8 @@ from nanoteach.course import (
     widgets,
 )
 from nanoteach.course.pictures import Request, traced_run
-from nanoteach.hardware import hardware_named, measure
+from nanoteach.course.timing import recorded_stages, stage_table, timing_model, where
+from nanoteach.hardware import hardware_named, measure, seconds_per_call
 from nanoteach.hub import resolve_model
 from nanoteach.kv_cache import decode_attention
 from nanoteach.loader import eos_token_ids, load_model, load_tokenizer
@@ -714,17 +715,22 @@ reveal(
 #
 # ### On this machine
 #
-# The tiles of stage 7 are Python loops here, and no measure of a kernel. But the price of the
-# gather can be measured anywhere: the same attention on K/V that lie in one piece already. One
-# layer of `tiny`, 16 decodes of 2,048 tokens, 32 MiB of K/V.
+# The tiles of stage 7 are Python loops here, and no measure of a kernel. (Where there is an NVIDIA
+# GPU, `python -m nanoteach.bench.attention` measures the kernel, as recorded above.) But the price
+# of the gather can be measured anywhere: the same attention on K/V that lie in one piece already.
+# One layer of the model that is timed, 16 decodes of 2,048 tokens.
+
+# %%
+live = timing_model()
 
 # %% tags=["nbval-ignore-output"]
-here = measure("cpu")
+here = measure(live.device, live.dtype)
 batch, history = 16, 2048
-big = PagedAttention(model.config, batch * history // 16, 16, torch.float32, torch.device("cpu"))
-blocks = torch.randperm(batch * history // 16)
-queries = torch.randn(batch, model.config.num_heads, head_dim)
-mask = torch.ones(batch, history, dtype=torch.bool)
+kind = {"dtype": live.dtype, "device": live.device}
+big = PagedAttention(replace(live.config, num_layers=1), batch * history // 16, 16, **kind)
+blocks = torch.randperm(batch * history // 16, device=live.device)
+queries = torch.randn(batch, live.config.num_heads, live.config.head_dim, **kind)
+mask = torch.ones(batch, history, dtype=torch.bool, device=live.device)
 k_piece, v_piece = (x.unflatten(0, (batch, history)) for x in big.gather(0, blocks))
 
 
@@ -737,16 +743,13 @@ def in_one_piece():
     return decode_attention(queries, k_piece, v_piece, mask)
 
 
-num_bytes = 2 * k_piece.numel() * 4
+num_bytes = 2 * k_piece.nbytes
 read = num_bytes / here.read_bandwidth
 bound = {"in one piece": read, "with a gather": 2 * num_bytes / here.copy_bandwidth + read}
+print(f"{num_bytes / 2**20:.0f} MiB of K/V")
 for name, run in (("in one piece", in_one_piece), ("with a gather", with_gather)):
-    samples = []
-    for _ in range(9):
-        start = time.perf_counter()
-        run()
-        samples.append(time.perf_counter() - start)
-    print(f"{name:14} bound {1e3 * bound[name]:6.1f} ms, measured {1e3 * min(samples):6.1f} ms")
+    took = seconds_per_call(run, live.device)
+    print(f"{name:14} bound {1e3 * bound[name]:7.3f} ms, measured {1e3 * took:7.3f} ms")
 
 # %% [markdown]
 # The difference of the two is what the copy costs here. Where computing limits attention, as on a
@@ -997,12 +1000,13 @@ print(f"{sum(changed)} of {len(dogs)} answers are not those of the healthy engin
 #   the kernel reaches it.
 # - No score matrix: what a program holds does not grow with the history.
 # - A history is cut where programs are too few, and `combine` makes it exact.
-# - **The bottleneck now** is elsewhere. This is what 8 requests at a time got on the H200, as
-#   recorded:
+# - **The bottleneck now** is elsewhere. These are stages 6 and 7 in the 24 requests of notebook 01,
+#   8 at a time, as recorded on the H200:
 
 # %%
-for row in pictures_07.recorded_stages(6, 7):
-    print(f"{row.name:20} {row.speed:7,.0f} tokens/s, bound {row.bound:7,.0f}")
+on_h200 = recorded_stages(6, 7)
+print(where("stages_h200"))
+print(stage_table(on_h200))
 
 # %% [markdown]
 # Attention is three times as fast, and the engine hardly is. Both are far below the bound, so what

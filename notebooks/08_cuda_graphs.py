@@ -24,6 +24,7 @@
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from unittest.mock import patch
 
@@ -34,8 +35,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanoteach import cuda_graphs
 from nanoteach.config import EngineConfig
 from nanoteach.cost_model import SHAPES, Work, step_cost, weight_bytes_read
-from nanoteach.course import exercise, installed, open_notebook, predict, reveal, show
+from nanoteach.course import exercise, installed, open_notebook, pictures, predict, reveal, show
 from nanoteach.course import pictures_08 as told
+from nanoteach.course.timing import (
+    recorded_stages,
+    stage_table,
+    timed,
+    timing_device,
+    timing_model,
+    where,
+)
 from nanoteach.hardware import hardware_named, measure
 from nanoteach.hub import resolve_model
 from nanoteach.loader import eos_token_ids, load_model, load_tokenizer
@@ -57,7 +66,7 @@ open_notebook(8)
 
 # %%
 record = recorded("timeline_h200")
-print(f"({told.where(record)})")
+print(where("timeline_h200"))
 eager = record["steps"]["stage 7, eager"]
 for event in eager["events"][600:612]:
     name = event["name"].replace("void at::native::", "")
@@ -96,8 +105,9 @@ print(f"what the step's bytes would take: {bound / 1e3:.2f} ms")
 # call on a thousand:
 
 # %% tags=["nbval-ignore-output"]
+device, _ = timing_device()
 for size in (1, 1000, 1_000_000):
-    x = torch.ones(size)
+    x = torch.ones(size, device=device)
     samples = []
     for _ in range(200):
         start = time.perf_counter()
@@ -610,11 +620,11 @@ def chat(text):
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def engine(stage, **options):
-    """A stage on `tiny`: at most 8 requests, and 64 tokens a step."""
+def engine(stage, clock=None, model=model, **options):
+    """A stage on `tiny` or another model: at most 8 requests, and 64 tokens a step."""
     defaults = {"max_num_seqs": 8, "max_model_len": 256, "num_gpu_blocks_override": 64,
                 "max_num_batched_tokens": 64, "block_size": 8}  # fmt: skip
-    return LADDER[stage - 1].build(Parts(model, EngineConfig(**defaults | options), eos))
+    return LADDER[stage - 1].build(Parts(model, EngineConfig(**defaults | options), eos, clock))
 
 
 def watch(core):
@@ -749,7 +759,7 @@ reveal("H200, one request: a step with fused kernels in a graph", in_graph[2] / 
 
 # %%
 bench = recorded("bench_h200")
-print(f"({told.where(bench)})")
+print(where("bench_h200"))
 for row in bench["rows"]:
     if row["samples"] and row["bound"] and row["unit"] == "tok/s":
         reached, most = median(row["samples"]), row["bound"]
@@ -768,28 +778,34 @@ print(told.note("The loop", "plain loop"))
 #
 # ### On this machine
 #
-# There are no launches to save here, and host and device are the same cores: nobody waits for
+# On a CPU there are no launches to save, and host and device are the same cores: nobody waits for
 # anybody, so a loop that is one step ahead gains nothing. `PlainDecoder` is slower than stage 6's
-# runner, and padded rows cost real time. What you see is that the logic is right, not that it is
-# fast.
+# runner, and padded rows cost real time. What you see there is that the logic is right, not that it
+# is fast. Where there is an NVIDIA GPU, these are the real kernels and graphs.
+
+# %%
+live = timing_model()
 
 # %% tags=["nbval-ignore-output"]
-here = measure("cpu")
+here = measure(live.device, live.dtype)
 some = prompts[:3]
-same = SamplingParams(max_tokens=8, ignore_eos=True)
-least = sum(
-    step_cost(model.config, [Work(1, len(p) + i) for p in some], 4).seconds(here) for i in range(8)
-)
-print(f"bound of the decodes         {len(some) * 8 / least:8,.0f} tokens/s")
+same = SamplingParams(max_tokens=8 if live.device.type == "cpu" else 64, ignore_eos=True)
+rungs = []
 for title, stage, options in (
-    ("stage 6", 6, {}), ("stage 8, steps as they are", 8, {"enforce_eager": True}),
-    ("stage 8, padded sizes", 8, {}),
+    ("6", 6, {}), ("8, steps as they are", 8, {"enforce_eager": True}), ("8, graphs", 8, {}),
 ):  # fmt: skip
-    core = engine(stage, **options)
-    start = time.perf_counter()
-    core.generate(some, same)
-    took = time.perf_counter() - start
-    print(f"{title:28} {len(some) * 8 / took:8,.0f} tokens/s")
+    rung = timed(title, live, here, partial(engine, stage, model=live, **options), some, same)
+    rungs.append(rung)
+    print(f"stage {title:22} {rung.measured:8,.0f} tokens/s, at most {rung.predicted:8,.0f}")
+
+# %% tags=["nbval-ignore-output"]
+on_h200 = [stage.rung for stage in recorded_stages(7, 8)]
+pictures.ladder({"this machine": rungs, "an H200, recorded": on_h200})
+
+# %% [markdown]
+# On the right are stages 7 and 8 in the 24 requests of notebook 01, eight at a time. On a CPU a
+# graph has nothing to save. On the H200 the same steps, with fewer kernels in each, and recorded
+# instead of launched one by one, are most of the speed.
 
 # %% [markdown]
 # ## Bug clinic
@@ -1001,13 +1017,8 @@ print(examine_rows(mended))
 # The ladder as recorded, one small workload on all stages, in the order of the course:
 
 # %%
-stages = recorded("stages_h200")
-print(f"({told.where(stages)}; {stages['model']}, {stages['dtype']})")
-rungs = [row for row in stages["rows"] if row["samples"]]
-first = median(rungs[0]["samples"])
-for row in rungs:
-    speed = median(row["samples"])
-    print(f"{row['workload']:24} {speed:8,.0f} {row['unit']}   x {speed / first:6.1f} of the first")
+print(where("stages_h200"))
+print(stage_table(recorded_stages(*range(1, 9))))
 
 # %% [markdown]
 # Stages 1 to 7 all launch kernels one by one from Python, and on this GPU that is what limits them.

@@ -49,23 +49,6 @@ def recorded_timings() -> list[Timing]:
     ]
 
 
-class Speed(NamedTuple):
-    """A stage's recorded output tokens/s, and its bound."""
-
-    name: str
-    speed: float
-    bound: float
-
-
-def recorded_stages(*numbers: int) -> list[Speed]:
-    """What these stages reached on a GPU; see `nanoteach bench stages`."""
-    return [
-        Speed(row["workload"], statistics.median(row["samples"]), row["bound"])
-        for row in recorded("stages_h200")["rows"]
-        if row["workload"].startswith(tuple(f"{number} " for number in numbers))
-    ]
-
-
 @drawing
 def copies(stored: SequenceOf[int], copied: SequenceOf[int]) -> Picture:
     """Tokens whose K/V each step stores, and tokens whose K/V it copies together."""

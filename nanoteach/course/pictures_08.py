@@ -54,12 +54,6 @@ def note(heading: str, words: str) -> str:
     return next(part for part in section(heading).split("\n\n") if words in part)
 
 
-def where(result: Mapping[str, Any]) -> str:
-    """What a recorded run ran on, and when."""
-    e = result["environment"]
-    return f"{e['gpu']}, driver {e['driver']}, torch {e['torch']}, recorded {e['date']}"
-
-
 # --- one step -----------------------------------------------------------------------------------
 
 KINDS = {
