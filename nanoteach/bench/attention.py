@@ -12,12 +12,12 @@ import argparse
 import dataclasses
 import random
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nanoteach.bench.kernels import graph_us
 from nanoteach.block_manager import blocks_needed
 from nanoteach.cost_model import SHAPES, kv_bytes_per_token
 from nanoteach.paged_attention import PagedAttention
@@ -27,28 +27,6 @@ from nanoteach.triton_backend import TritonAttention
 BATCHES, HISTORIES = (1, 4, 16, 64), (512, 1024, 2048, 4096, 8192)
 BLOCK_SIZE = 16
 LAYERS = 4  # take turns, so that a small history is not found in the GPU's cache
-
-
-def graph_us(run: Callable[[], object], repeats: int, loops: int = 20) -> list[float]:
-    """Microseconds on the GPU, for each repeat, from the replays of a graph of `run`."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    samples = []
-    for _ in range(repeats + 1):  # the first warms up
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(loops):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(1000 * start.elapsed_time(end) / loops)
-    return samples[1:]
 
 
 @torch.inference_mode()
@@ -90,9 +68,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, metavar="N")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
     args = parser.parse_args()
+    check_target(args.save)
     if not torch.cuda.is_available():
         parser.error("this needs an NVIDIA GPU")
-    check_target(args.save)
     rows = []
     print("batch  history   kernel µs   gather µs   times   kernel GB/s")
     for batch in BATCHES:
