@@ -94,8 +94,8 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--profile",
         type=Path,
-        metavar="FILE",
-        help="write a trace of some steps of the first workload, for https://ui.perfetto.dev",
+        metavar="DIR",
+        help="also write a trace of each workload, for https://ui.perfetto.dev",
     )
     options = bench.add_argument_group("options of the engine, as in EngineConfig")
     for option in BENCH_OPTIONS:
@@ -200,7 +200,8 @@ def run_bench(args: argparse.Namespace) -> int:
     from nanoteach.results import check_target, save_result
 
     check_target(args.save)
-    check_target(args.profile)
+    if args.profile:
+        args.profile.mkdir(parents=True, exist_ok=True)
 
     # What was given; by identity, since 0 == False.
     given = {name: x for name, x in vars(args).items() if x is not None and x is not False}
@@ -209,8 +210,8 @@ def run_bench(args: argparse.Namespace) -> int:
     bench = Bench(**given)
     rows = bench.run()
     print(f"{bench.title}\n\n{table(rows)}")
-    if bench.profile_text:
-        print(f"\n{bench.profile_text}\nthe trace: {args.profile}")
+    for name, profile in bench.profiles.items():
+        print(f"\n{profile}\nthe trace: {args.profile / name}.json")
     if save:
         given.pop("profile", None)
         words = ["nanoteach bench", *given.pop("names")]

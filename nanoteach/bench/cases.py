@@ -20,7 +20,6 @@ from nanoteach.stages import (
     Generator,
     Parts,
     build_chunked,
-    build_engine,
     build_flash,
     build_graphs,
     build_naive,
@@ -28,7 +27,6 @@ from nanoteach.stages import (
 )
 
 ENGINES: dict[str, tuple[Callable[[Parts], Generator], dict[str, Any]]] = {
-    "best": (build_engine, {}),
     "stage 8": (build_graphs, {}),
     "stage 8, no graphs": (build_graphs, {"enforce_eager": True}),
     "stage 7": (build_flash, {}),
@@ -36,7 +34,7 @@ ENGINES: dict[str, tuple[Callable[[Parts], Generator], dict[str, Any]]] = {
     "stage 2": (build_static, {}),
     "stage 1": (build_naive, {}),
 }
-"""What builds an engine, and the options that it takes for that. On a GPU `best` is stage 8."""
+"""What builds an engine, and the options that it takes for that. `best` is `build_engine`'s."""
 
 
 class StaticScheduler(ChunkedPrefillScheduler):

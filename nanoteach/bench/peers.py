@@ -45,7 +45,8 @@ def write_checkpoint(config: ModelConfig, dtype: torch.dtype, folder: Path) -> N
         intermediate_size=config.intermediate_size, num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads,
         head_dim=config.head_dim, max_position_embeddings=config.max_position,
-        rms_norm_eps=config.rms_norm_eps, tie_word_embeddings=config.tie_word_embeddings,
+        rms_norm_eps=config.rms_norm_eps, rope_theta=config.rope_theta,
+        tie_word_embeddings=config.tie_word_embeddings,
     )  # fmt: skip
     Qwen3ForCausalLM(theirs).to(dtype).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -100,20 +101,17 @@ def nano_steps(folder: Path, config: EngineConfig) -> Callable[[Workload], Calla
             engine.add_request(
                 prompt, SamplingParams(temperature=TEMPERATURE, max_tokens=n, ignore_eos=True)
             )
-        scheduler = engine.scheduler
+        scheduler, finished = engine.scheduler, 0
 
         def done() -> int:
-            left = sum(
-                seq.num_completion_tokens for seq in [*scheduler.running, *scheduler.waiting]
-            )
-            return left + finished[0]
-
-        finished = [0]
+            seqs = (*scheduler.running, *scheduler.waiting)
+            return finished + int(sum(seq.num_completion_tokens for seq in seqs))
 
         def step() -> int:
+            nonlocal finished
             before = done()
             outputs, _ = engine.step()
-            finished[0] += sum(len(tokens) for _, tokens in outputs)
+            finished += sum(len(tokens) for _, tokens in outputs)
             return done() - before
 
         return step

@@ -1,8 +1,8 @@
-"""`--profile FILE`: some steps with named ranges, as a trace for Perfetto, and where they spent it.
+"""`--profile DIR`: some steps with named ranges, as traces for Perfetto, and where the time went.
 
 A range is the time inside one function of the engine, less that of the ranges inside it. The
 functions are wrapped for the time of the profile and are left alone otherwise, so it costs nothing
-when nobody looks. Open the file at https://ui.perfetto.dev: the ranges lie over torch's own events
+when nobody looks. Open a file at https://ui.perfetto.dev: the ranges lie over torch's own events
 and, on a GPU, over the kernels.
 
     scheduling    which requests compute how many tokens
@@ -16,11 +16,10 @@ Knows: which function is which part of a step. Does not know: what should be fas
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -28,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from nanoteach.bench.cases import Case
 from nanoteach.bench.kernels import covered_us
 from nanoteach.engine_core import EngineCore
+from nanoteach.sequence import Sequence
 
 RANGES = ("scheduling", "preparation", "model", "sampling", "waiting", "commit")
 STEPS = 20
@@ -37,7 +37,7 @@ class Ranges:
     """Seconds of each range, without those of the ranges inside it."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = dict.fromkeys(RANGES, 0.0)
         self.inside: list[float] = []  # of every open range, what the ranges in it have taken
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,12 +108,35 @@ def named_ranges(core: EngineCore) -> Iterator[Ranges]:
         yield ranges
 
 
-def profile_steps(core: EngineCore, case: Case, path: Path) -> str:
-    """Serve the case up to STEPS steps after its last request came; write the trace.
+class Profile(NamedTuple):
+    """Where some steps spent their time: seconds of all of them together.
 
-    Returns where the time went, as text.
+    kernels: for how long the GPU ran, by class of kernel; empty without one.
     """
-    workload, seqs = case.workload, []
+
+    case: str
+    steps: int
+    wall: float
+    ranges: dict[str, float]
+    kernels: dict[str, float]
+
+    def __str__(self) -> str:
+        each = 1e6 / self.steps
+        rest = self.wall - sum(self.ranges.values())
+        lines = [
+            f"{self.case}, {self.steps} steps with a profiler: {each * self.wall:,.0f} µs each"
+        ]
+        for part, seconds in (*self.ranges.items(), ("the loop itself", rest)):
+            lines.append(f"  {part:16} {each * seconds:9,.0f} µs  {seconds / self.wall:4.0%}")
+        for kind, seconds in self.kernels.items():
+            words = f"GPU: {kind}"
+            lines.append(f"  {words:16} {each * seconds:9,.0f} µs  {seconds / self.wall:4.0%}")
+        return "\n".join(lines)
+
+
+def profile_steps(core: EngineCore, case: Case, path: Path) -> Profile:
+    """Serve the case up to STEPS steps after its last request came; write the trace."""
+    workload, seqs = case.workload, list[Sequence]()
     requests = list(zip(workload.prompts, workload.params, strict=True))
     for i, (prompt, params) in enumerate(requests):
         if i == workload.early:
@@ -141,15 +164,5 @@ def profile_steps(core: EngineCore, case: Case, path: Path) -> str:
         if event.device_type.name == "CUDA" and event.name not in RANGES
     )
     events = [{"name": name, "start_us": start, "us": us} for start, us, name in kernels]
-    return summary(case.name, steps, wall, ranges, covered_us(events) if events else {})
-
-
-def summary(name: str, steps: int, wall: float, ranges: Ranges, kernels: dict[str, float]) -> str:
-    """The profile as text: microseconds a step, and shares."""
-    rest = wall - sum(ranges.seconds.values())
-    parts = [(kind, ranges.seconds[kind]) for kind in RANGES] + [("the loop itself", rest)]
-    lines = [f"{name}, {steps} steps under the profiler: {1e6 * wall / steps:,.0f} µs each"]
-    lines += [f"  {part:16} {1e6 * s / steps:9,.0f} µs  {s / wall:4.0%}" for part, s in parts]
-    for kind, us in kernels.items():
-        lines.append(f"  GPU: {kind:11} {us / steps:9,.0f} µs  {us / 1e6 / wall:4.0%}")
-    return "\n".join(lines)
+    covered = {kind: us / 1e6 for kind, us in covered_us(events).items()} if events else {}
+    return Profile(case.name, steps, wall, ranges.seconds, covered)

@@ -19,7 +19,7 @@ from nanoteach.bench.cases import ENGINES, EXPERIMENTS, Case, short
 from nanoteach.bench.counts import paged_rows
 from nanoteach.bench.kernels import gemm_rows, kernel_rows
 from nanoteach.bench.peers import peer_rows
-from nanoteach.bench.profiling import profile_steps
+from nanoteach.bench.profiling import Profile, profile_steps
 from nanoteach.bench.random_model import random_model
 from nanoteach.bench.serving import Refused, check_counts, fresh_scheduler, serve, simulate
 from nanoteach.bench.table import Row
@@ -107,7 +107,7 @@ class Bench:
         self.hardware = hardware_of(self.device, self.dtype)
         self.log = StepLog(WallClock())
         self.bar: Any = tqdm(disable=True)
-        self.profile, self.profile_text = profile, ""
+        self.profile, self.profiles = profile, dict[str, Profile]()
         self.settings: dict[str, Any] = {}
         self.data: dict[str, Any] = {}
         """What does not fit into rows, by the workload's name."""
@@ -124,7 +124,7 @@ class Bench:
             if "startup" in self.names:  # before this process has compiled anything
                 rows["startup"] = self.run_startup()
             engines = list(dict.fromkeys(self.engine_of(case) for case in cases))
-            found = {case.name: [] for case in cases}
+            found: dict[str, list[Row]] = {}
             for engine in engines:
                 found |= self.run_cases(engine, [c for c in cases if self.engine_of(c) == engine])
             for name in self.names:
@@ -161,23 +161,29 @@ class Bench:
 
     def run_cases(self, name: str, cases: SequenceOf[Case]) -> dict[str, list[Row]]:
         """Build one engine and run its cases; a list of rows for each case, by its name."""
-        config, (build, options) = self.config, ENGINES[name]
-        if name != "best":  # as long as its own cases, since some reserve that much for each row
-            longest = max(case.workload.longest for case in cases)
-            config = dataclasses.replace(
-                config, **options, max_model_len=min(longest, self.model.max_model_len)
-            )
+        config = self.config
         self.free()
-        engine = build(Parts(self.model, config, clock=self.log))
-        self.settings[f"engine {name}"] = self.told(engine, config)
         if name == "best":
-            self.settings["engine"] = self.settings["engine best"]
+            engine: Generator = self.build()
+        else:  # as long as its own cases, since some reserve that much for each row
+            build, options = ENGINES[name]
+            longest = max(case.workload.longest for case in cases)
+            options = options | {"max_model_len": min(longest, self.model.max_model_len)}
+            config = dataclasses.replace(config, **options)
+            engine = build(Parts(self.model, config, clock=self.log))
+            self.settings[f"engine {name}"] = self.told(engine, config)
         found = {}
+        vocab_size, names = (
+            self.model.config.vocab_size,
+            [n for n in self.names if n in EXPERIMENTS],
+        )
+        firsts = {EXPERIMENTS[name](vocab_size, self.small)[0].name: name for name in names}
         for case in cases:
             found[case.name] = self.measure(engine, case, config)
-            if self.profile and not self.profile_text and isinstance(engine, EngineCore):
+            if self.profile and case.name in firsts and isinstance(engine, EngineCore):
                 engine.scheduler = fresh_scheduler(case, pool_of(engine).k.shape[1], config)
-                self.profile_text = profile_steps(engine, case, self.profile)
+                path = self.profile / f"{firsts[case.name]}.json"
+                self.profiles[firsts[case.name]] = profile_steps(engine, case, path)
         del engine
         return found
 
@@ -347,9 +353,11 @@ class Bench:
             "dtype": str(self.dtype).removeprefix("torch."),
             "repeats": self.repeats,
             "small": self.small,
+            "config": asdict(self.model.config),
             "hardware": asdict(self.hardware),
             "settings": self.settings,
             "data": self.data,
+            "profiles": {name: each._asdict() for name, each in self.profiles.items()},
             "rows": [asdict(row) for row in rows],
         }
 
