@@ -13,6 +13,7 @@ float32, graphs replaced by runs in their padded buffers. It takes most of an ho
 
 import dataclasses
 import gc
+import importlib.util
 import json
 import math
 import os
@@ -37,11 +38,13 @@ from settings import problems
 from torch import Tensor
 
 from nanoteach.block_manager import BlockManager
+from nanoteach.chunked_prefill import ChunkedPrefillScheduler
 from nanoteach.config import EngineConfig
 from nanoteach.engine_core import EngineCore
 from nanoteach.hub import TINY, cache_folder
 from nanoteach.loader import eos_token_ids, load_model
 from nanoteach.model import Decoder
+from nanoteach.prefix_cache import PrefixCachingBlockManager
 from nanoteach.reference import (
     HFModel,
     Judgement,
@@ -53,7 +56,7 @@ from nanoteach.reference import (
 )
 from nanoteach.scheduler import Scheduled
 from nanoteach.sequence import Sequence
-from nanoteach.stages import LADDER, Parts
+from nanoteach.stages import LADDER, Generator, Parts, build_engine
 from nanoteach.types import SamplingParams, Trace
 
 pytest.importorskip("triton")
@@ -64,6 +67,7 @@ if INTERPRETED and os.environ.get("NANOTEACH_TEST_INTERPRETED") != "1":
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 MODELS = ("toy",) if INTERPRETED else ("tiny", "smollm2-135m")
+HAS_LIBRARY = not INTERPRETED and importlib.util.find_spec("flash_attn") is not None
 HALF = torch.float32 if INTERPRETED else torch.bfloat16  # bfloat16 is wrong in the interpreter
 
 
@@ -72,13 +76,17 @@ HALF = torch.float32 if INTERPRETED else torch.bfloat16  # bfloat16 is wrong in 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run a GPU stage. Graphs, and the loop one step ahead, are stage 8's alone."""
+    """One way to run a stage. Graphs, and the loop one step ahead, are stage 8's alone."""
 
     stage: int
     graphs: bool = False
     overlapped: bool = False
+    library: bool = False
+    """Stage 7 on flash-attn's kernels in place of ours."""
 
     def __str__(self) -> str:
+        if self.library:
+            return f"stage{self.stage}-flash_attn"
         if self.stage < 8:
             return f"stage{self.stage}"
         graphs, loop = "graphs" if self.graphs else "eager", "overlapped"
@@ -86,12 +94,15 @@ class Variant:
 
 
 VARIANTS = [
+    Variant(4),
+    Variant(5),
     Variant(6),
     Variant(7),
     *(Variant(8, graphs, overlapped) for graphs in (True, False) for overlapped in (True, False)),
 ]
 RUNNERS = [Variant(6), Variant(7), Variant(8, True, True), Variant(8, False, True)]
 """Those whose steps are computed in different ways."""
+LIBRARY = Variant(7, library=True)
 
 
 @dataclass(frozen=True)
@@ -126,6 +137,15 @@ SCALES = {
         9, 14, 4, 8, beginning=9, pool=18, ample=160, block_size=3, max_num_seqs=9, budget=14,
         max_model_len=64, stops=4, wide=5, widths=(1, 3, 5),
     ),
+}  # fmt: skip
+
+# flash-attn reads blocks of 256: longer requests, so that they fill some, and run out of them.
+SCALES |= {
+    f"{name}, blocks of 256": dataclasses.replace(
+        SCALES[name], longest_prompt=460, beginning=300, block_size=256, pool=7, ample=128,
+        budget=300, max_model_len=640, wide=4,
+    )
+    for name in ("tiny", "smollm2-135m")
 }  # fmt: skip
 
 
@@ -206,11 +226,12 @@ class Subject:
         options: dict[str, Any] = {
             "block_size": scale.block_size,
             "max_num_seqs": scale.max_num_seqs,
-            "max_num_batched_tokens": scale.budget,
+            # Before stage 6 a step must hold a whole prompt.
+            "max_num_batched_tokens": scale.max_model_len if variant.stage < 6 else scale.budget,
             "max_model_len": scale.max_model_len,
             "num_gpu_blocks_override": scale.pool,
             "enforce_eager": not variant.graphs,
-            "attention_backend": "triton",  # without a GPU too
+            "attention_backend": "flash_attn" if variant.library else "triton",  # without a GPU too
             **changes,
         }
         return Parts(self.decoder(dtype), EngineConfig(**options), self.eos, trace=Trace())
@@ -231,7 +252,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         folder = save_random_model(tmp_path_factory.mktemp("model"), max_position=128)
         rng = random.Random(0)
         return Subject(name, folder, [rng.randrange(90) for _ in range(2000)])
-    if name == "tiny":
+    if name.startswith("tiny"):
         return Subject(name, TINY, text_stream(TINY))
     smollm2 = smollm2_folder()
     if smollm2 is None:
@@ -241,6 +262,10 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 each_model = pytest.mark.parametrize("subject", MODELS, indirect=True)
 one_model = pytest.mark.parametrize("subject", MODELS[:1], indirect=True)
+each_model_in_large_blocks = pytest.mark.parametrize(
+    "subject", [name for name in SCALES if "blocks" in name], indirect=True
+)
+needs_library = pytest.mark.skipif(not HAS_LIBRARY, reason="needs a GPU with flash-attn")
 each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 each_runner = pytest.mark.parametrize("variant", RUNNERS, ids=str)
 
@@ -259,8 +284,9 @@ def build(parts: Parts, variant: Variant) -> EngineCore:
     gc.collect()  # the graphs of engines before, not while ours are recorded
     stage = LADDER[variant.stage - 1]
     assert stage.number == variant.stage
-    core: Any = stage.build(parts)
+    core: Any = build_engine(parts) if variant.library else stage.build(parts)
     runner = core.runner
+    assert not variant.library or type(runner.attention).__name__ == "FlashAttention"
     if variant.stage == 8:
         assert bool(runner.graphs) == variant.graphs
         if not variant.overlapped:
@@ -323,22 +349,26 @@ def report(request: pytest.FixtureRequest) -> Report:
 
 
 def decode_sizes(core: EngineCore) -> Counter[int]:
-    """How many steps of decodes alone had how many requests. 0: steps with prompt chunks too."""
+    """How many steps of decodes alone had how many requests. 0: steps with prompts in them."""
     assert core.trace
     steps = [list(event.data.values()) for event in core.trace.events if event.kind == "step"]
-    assert any(1 in step for step in steps if max(step) > 1), "no step has decodes beside chunks"
     return Counter(0 if max(step) > 1 else len(step) for step in steps)
 
 
 def prove_that_it_happened(core: EngineCore, subject: Subject, report: Report) -> None:
-    """There were preemptions, prefix hits, mixed steps, and steps of all kinds that stage 8 has."""
+    """There was all that the stage knows: preemptions, prefix hits, mixed steps, all widths."""
     scheduler, sizes = core.scheduler, decode_sizes(core)
     report("preemptions", scheduler.num_preemptions)
     report("tokens found in the prefix cache", scheduler.num_prefix_hits)
     report("steps, by decodes (0: with chunks)", dict(sorted(sizes.items())))
     assert scheduler.num_preemptions > 0
-    assert scheduler.num_prefix_hits > 0
-    assert sizes[0] > 0, "no step has prompt chunks"
+    shares = isinstance(scheduler.block_manager, PrefixCachingBlockManager)
+    assert (scheduler.num_prefix_hits > 0) == shares
+    assert sizes[0] > 0, "no step has prompts"
+    assert core.trace
+    steps = [list(event.data.values()) for event in core.trace.events if event.kind == "step"]
+    mixed = any(1 in step for step in steps if max(step) > 1)
+    assert mixed or not isinstance(scheduler, ChunkedPrefillScheduler), "decodes beside chunks"
     kinds = [(1, 1), (2, 4), (5, 8), (9, 1000)]
     for low, high in kinds:
         if low <= subject.scale.wide:
@@ -644,6 +674,15 @@ def test_bfloat16_scores_of_a_crowded_engine(
     prove_that_it_happened(core, subject, report)
 
 
+@needs_library
+@each_model_in_large_blocks
+def test_bfloat16_scores_of_the_library(
+    subject: Subject, report: Report, monkeypatch: MonkeyPatch
+) -> None:
+    """flash-attn has no float32: its engine is judged as the others are in bfloat16."""
+    test_bfloat16_scores_of_a_crowded_engine(subject, LIBRARY, report, monkeypatch)
+
+
 def replay(core: EngineCore, texts: SequenceOf[list[int]], width: int, longest_chunk: int) -> None:
     """Compute texts again, `width` of them at a time, each some 1 to `longest_chunk` tokens a step.
 
@@ -706,6 +745,87 @@ def test_bfloat16_scores_at_each_batch_size(
         report(label, verdicts[label])
     for label, verdict in verdicts.items():
         assert verdict.ours.ok, f"{label}: {verdict}"
+
+
+@needs_library
+@each_model_in_large_blocks
+def test_bfloat16_tokens_of_the_library(
+    subject: Subject, report: Report, monkeypatch: MonkeyPatch
+) -> None:
+    test_bfloat16_tokens_cold_and_cached_alone_and_in_a_batch(subject, LIBRARY, report, monkeypatch)
+
+
+# --- the stages without a scheduler --------------------------------------------------------------
+
+each_static_stage = pytest.mark.parametrize("stage", [1, 2, 3], ids="stage{}".format)
+
+
+def static_engine(subject: Subject, dtype: torch.dtype, stage: int) -> Generator:
+    """Stages 1 to 3, with room for several requests side by side."""
+    ample = subject.scale.ample
+    return LADDER[stage - 1].build(
+        subject.parts(dtype, Variant(stage), num_gpu_blocks_override=ample)
+    )
+
+
+@each_model
+@each_static_stage
+def test_float32_tokens_of_static_stages(subject: Subject, stage: int, report: Report) -> None:
+    engine = static_engine(subject, torch.float32, stage)
+    comparison = compare(subject.references, engine.generate(subject.prompts, subject.params))
+    report("float32", str(comparison))
+    report("ties", len(comparison.ties))
+    assert comparison.exact, str(comparison)
+
+
+@each_model
+@each_static_stage
+def test_bfloat16_scores_of_static_stages(
+    subject: Subject, stage: int, report: Report, monkeypatch: MonkeyPatch
+) -> None:
+    """Every position, but of stage 1's many computations of the same one only the first."""
+    engine = static_engine(subject, HALF, stage)
+    recorder = record_static(subject.decoder(HALF), monkeypatch)
+    outputs = engine.generate(subject.prompts, subject.params)
+    texts = [prompt + output for prompt, output in zip(subject.prompts, outputs, strict=True)]
+    verdict = judge(subject, recorder, recorder.steps, {str(i): t for i, t in enumerate(texts)})
+    report("all steps", verdict)
+    assert verdict.sampled >= sum(map(len, outputs))
+    assert verdict.ours.ok, str(verdict)
+
+
+def record_static(model: Decoder, patch: MonkeyPatch) -> Recorder:
+    """What the model computes. Requests come in their order, in batches or one by one."""
+    recorder = Recorder(torch.empty(0), torch.empty(0), model.logits)
+    forward, logits = model.forward, model.logits
+    first, rows = 0, 0
+    before: list[int] = []
+    parts: list[tuple[str, int, int]] = []
+    hidden = torch.empty(0)
+
+    def recorded_forward(input_ids: Tensor, positions: Tensor, backend: Any, plan: Any) -> Tensor:
+        nonlocal first, rows, before, parts, hidden
+        result = hidden = forward(input_ids, positions, backend, plan)
+        ids, news, lens = input_ids.tolist(), plan.query_lens, plan.seq_lens
+        again = ids[:-1] == before and lens == [len(before) + 1]  # stage 1, with a token more
+        if news == lens and not again:
+            first, rows = first + rows, len(lens)
+        if again:
+            news, hidden = [1], hidden[-1:]
+        before = ids
+        pairs = zip(news, lens, strict=True)
+        parts = [(str(first + i), n - new, new) for i, (new, n) in enumerate(pairs)]
+        return result
+
+    def recorded_logits(last: Tensor) -> Tensor:
+        scores = logits(last)
+        gives = [True] * len(parts)
+        recorder.steps.append(Step(parts, gives, hidden, scores.float(), scores.argmax(-1)))
+        return scores
+
+    patch.setattr(model, "forward", recorded_forward)
+    patch.setattr(model, "logits", recorded_logits)
+    return recorder
 
 
 # --- bfloat16: the same tokens, whatever is beside them ------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nanoteach.bench.kernels import graph_us
+from nanoteach.bench.graph_time import graph_us
 from nanoteach.block_manager import blocks_needed
 from nanoteach.cost_model import SHAPES, kv_bytes_per_token
 from nanoteach.paged_attention import PagedAttention

@@ -10,7 +10,6 @@ Knows: the profiler, graphs, names of kernels. Does not know: what a good share 
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from nanoteach.bench.graph_time import graph_us
 from nanoteach.bench.table import Row
 from nanoteach.config import EngineConfig
 from nanoteach.cost_model import Work, kv_bytes_per_token, layer_matrix_parameters, step_cost
@@ -57,28 +57,6 @@ def covered_us(events: list[Event]) -> dict[str, float]:
         covered[class_of(event["name"])] += max(0.0, stop - max(event["start_us"], end))
         end = max(end, stop)
     return covered
-
-
-def graph_us(run: Callable[[], object], repeats: int, loops: int = 20) -> list[float]:
-    """Microseconds on the GPU, for each repeat, from the replays of a graph of `run`."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    samples = []
-    for _ in range(repeats + 1):  # the first warms up
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(loops):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(1000 * start.elapsed_time(end) / loops)
-    return samples[1:]
 
 
 def decode_steps(

@@ -67,23 +67,21 @@ class RangedGraph:
 
 def places(core: EngineCore) -> list[tuple[Any, str, str]]:
     """(object, its function, range) for everything that this engine calls in a step."""
-    import nanoteach.cuda_graphs as cuda_graphs
-    import nanoteach.model_runner as model_runner
-    import nanoteach.plain_decoder as plain_decoder
+    from nanoteach.cuda_graphs import PendingTokens
 
     runner: Any = core.runner
     found: list[tuple[Any, str, str]] = [
         (core.scheduler, "schedule", "scheduling"),
         (runner.model, "forward", "model"),
         (runner.model, "logits", "sampling"),
-        (model_runner, "sample", "sampling"),
-        (plain_decoder, "sample", "sampling"),
-        (cuda_graphs.PendingTokens, "result", "waiting"),
+        (PendingTokens, "result", "waiting"),
     ]
     if hasattr(runner, "launch"):
         found += [(runner, "launch", "preparation"), (runner.decoder, "run", "model")]
+        if hasattr(runner.decoder, "race"):
+            found.append((runner.decoder, "race", "sampling"))
     else:
-        found.append((runner, "execute", "preparation"))
+        found += [(runner, "execute", "preparation"), (runner, "choose", "sampling")]
     if hasattr(core, "settle"):
         return [*found, (core, "settle", "commit")]
     return [*found, (core.scheduler, "commit", "commit")]

@@ -113,6 +113,7 @@ class NoTokens:
     """What a simulated step gives: token 0 for everybody who samples."""
 
     gives_token: list[bool]
+    logprobs = dict  # nobody asks for any
 
     def result(self) -> list[int | None]:
         """See `PendingTokens.result`."""

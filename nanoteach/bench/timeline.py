@@ -3,7 +3,8 @@
     python -m nanoteach.bench.timeline --save FILE        (on an NVIDIA GPU)
 
 One request with 1,024 tokens of history, random weights of Qwen3-0.6B's shape in bfloat16: through
-stage 7 (our attention, all else in plain PyTorch), stage 8 without graphs, and stage 8.
+stage 7 (our attention, all else in plain PyTorch), stage 8 without graphs, stage 8, and stage 8 in
+the plain loop, which commits a step before it schedules the next.
 
 Knows: the profiler, the engine's steps. Does not know: what a good timeline looks like.
 """
@@ -64,6 +65,8 @@ def run(model: Decoder) -> dict[str, Any]:
     steps["stage 8, eager"] = decode_step(build_graphs(Parts(model, eager)))
     core = build_graphs(Parts(model, config))
     steps["stage 8, graph"] = decode_step(core)
+    plain = EngineCore(core.scheduler, core.runner, core.max_model_len)
+    steps["stage 8, graph, plain loop"] = decode_step(plain)
     return {"shape": SHAPE, "history": HISTORY, "steps": steps, "launch_us": launch_us(core)}
 
 
