@@ -9,6 +9,8 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanoteach.bench.workloads import listed
+
 if TYPE_CHECKING:
     from nanoteach.engine import Engine
 
@@ -20,6 +22,7 @@ BENCH_OPTIONS = (
     "max-num-seqs",
     "max-model-len",
     "num-gpu-blocks-override",
+    "kv-cache-memory-bytes",
 )
 
 
@@ -74,8 +77,13 @@ def make_parser() -> argparse.ArgumentParser:
     ladder.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
     ladder.set_defaults(run=run_ladder)
 
-    bench = commands.add_parser("bench", help="how fast the engine is, and how fast it could be")
-    bench.add_argument("names", nargs="*", metavar="NAME", help="a workload; without, a list")
+    bench = commands.add_parser(
+        "bench",
+        help="how fast the engine is, and how fast it could be",
+        epilog=f"workloads:\n{listed()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench.add_argument("names", nargs="*", metavar="NAME", help="a workload: see below")
     bench.add_argument("--model", help=MODEL_HELP)
     bench.add_argument("--shape", help="random weights instead of a model: qwen3-0.6b, or toy")
     bench.add_argument("--device", help="cpu or cuda (default: NANOTEACH_DEVICE, or the best)")
@@ -83,9 +91,16 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each row")
     bench.add_argument("--small", action="store_true", help="shrink the workloads, to try them")
     bench.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
+    bench.add_argument(
+        "--profile",
+        type=Path,
+        metavar="DIR",
+        help="also write a trace of each workload, for https://ui.perfetto.dev",
+    )
     options = bench.add_argument_group("options of the engine, as in EngineConfig")
     for option in BENCH_OPTIONS:
         options.add_argument(f"--{option}", type=int, metavar="N")
+    options.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE")
     options.add_argument("--attention-backend", metavar="NAME")
     options.add_argument("--enforce-eager", action="store_true", default=None)
     bench.set_defaults(run=run_bench)
@@ -185,6 +200,8 @@ def run_bench(args: argparse.Namespace) -> int:
     from nanoteach.results import check_target, save_result
 
     check_target(args.save)
+    if args.profile:
+        args.profile.mkdir(parents=True, exist_ok=True)
 
     # What was given; by identity, since 0 == False.
     given = {name: x for name, x in vars(args).items() if x is not None and x is not False}
@@ -193,7 +210,10 @@ def run_bench(args: argparse.Namespace) -> int:
     bench = Bench(**given)
     rows = bench.run()
     print(f"{bench.title}\n\n{table(rows)}")
+    for name, profile in bench.profiles.items():
+        print(f"\n{profile}\nthe trace: {args.profile / name}.json")
     if save:
+        given.pop("profile", None)
         words = ["nanoteach bench", *given.pop("names")]
         words += [
             f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")

@@ -1,5 +1,6 @@
 """`nanoteach bench`: what it counts, what it refuses, and its bound. Never how fast anything is."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from nanoteach.bench.workloads import METRICS, SPEED, Workload, perfect_times
 from nanoteach.cost_model import num_parameters
 from nanoteach.engine_core import EngineCore
 from nanoteach.hardware import HARDWARE
+from nanoteach.sequence import Sequence
 from nanoteach.stages import STAGES, Generator, Parts, Stage
 
 H200, QWEN, TOY = HARDWARE["h200"], SHAPES["qwen3-0.6b"], SHAPES["toy"]
@@ -148,24 +150,25 @@ def test_preemption(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_a_wrong_count_of_tokens(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = EngineCore.generate
+    right = EngineCore.add_request
 
-    def one_less(self: EngineCore, *args: Any) -> list[list[int]]:
-        return [output[:-1] for output in right(self, *args)]
+    def one_less(self: EngineCore, name: str, prompt: Any, params: Any) -> Sequence:
+        params = dataclasses.replace(params, max_tokens=params.max_tokens - 1)
+        return right(self, name, prompt, params)
 
-    monkeypatch.setattr(EngineCore, "generate", one_less)
+    monkeypatch.setattr(EngineCore, "add_request", one_less)
     code, out, _ = run(capsys, "context", "--shape", "toy", *SMALL)
     assert code == 1 and "refused: 15 output tokens came, and 16 were due" in out
 
 
 def test_prefix_hits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    right = EngineCore.generate
+    right = EngineCore.add_request
 
-    def hit(self: EngineCore, *args: Any) -> list[list[int]]:
-        self.scheduler.num_prefix_hits += 16
+    def hit(self: EngineCore, *args: Any) -> Sequence:
+        self.scheduler.num_prefix_hits = 16
         return right(self, *args)
 
-    monkeypatch.setattr(EngineCore, "generate", hit)
+    monkeypatch.setattr(EngineCore, "add_request", hit)
     code, out, _ = run(capsys, "prefill", "--shape", "toy", *SMALL)
     assert code == 1 and "refused: 16 prompt tokens came from a prefix cache" in out
 
@@ -188,6 +191,8 @@ def test_too_long_for_the_engine_is_left_out(capsys: pytest.CaptureFixture[str])
         (("nano", "--shape", "toy", "--block-size", "0"), ("block_size",)),
         (("nano", "--shape", "toy", "--max-model-len", "9000"), ("8192",)),
         (("nano", "--shape", "toy", "--attention-backend", "fast"), ("attention_backend",)),
+        (("nano", "--shape", "toy", "--gpu-memory-utilization", "2"), ("gpu_memory_utilization",)),
+        (("nano", "--shape", "toy", "--kv-cache-memory-bytes", "0"), ("kv_cache_memory_bytes",)),
     ],
 )
 def test_mistakes(
@@ -196,6 +201,19 @@ def test_mistakes(
     code, out, err = run(capsys, *argv)
     assert code == 1 and out == "" and "Traceback" not in err
     assert all(word in err for word in words), err
+
+
+def test_prefix_caching_is_no_option() -> None:
+    with pytest.raises(ValueError, match="leave enable_prefix_caching out"):
+        speed.Bench(["nano"], shape="toy", device="cpu", enable_prefix_caching=True)
+
+
+def test_help_lists_the_workloads(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out and text in out for name, text in workloads.NAMES.items())
+    assert "--kv-cache-memory-bytes" in out and "--gpu-memory-utilization" in out
 
 
 # --- workloads and bounds ------------------------------------------------------------------------
@@ -214,7 +232,10 @@ def test_the_lengths_are_those_on_record() -> None:
     }
     assert list(shapes.values()) == [
         *[(1, {n}, {512}) for n in (256, 1024, 3072)],
+        *[(1, {n}, {1024}) for n in (256, 512, 1024, 2048, 3072)],
         *[(size, {1024}, {256}) for size in (1, 4, 16, 64, 128, 256)],
+        *[(1, {n}, {1}) for n in (256, 512, 1024, 2048, 4096)],
+        (4, {1024}, {1}),
         (16, {1024}, {1}),
         (4, {4096}, {1}),
     ]
@@ -231,7 +252,9 @@ def test_the_bound_of_a_prefill_worked_by_hand() -> None:
     # 16 x 1,024 in one step. Layers: 2 x 440,401,920 parameters x 16,384 tokens = 14.431e12 FLOPs.
     # Attention: 4 x 28 x 2,048 a pair, 16 x 1,024 x 1,025 / 2 pairs: 1.926e12. LM head: 16 rows of
     # 2 x 151,936 x 1,024 = 0.005e12. 16.362e12 in all, 20.82 ms at 786e12 a second.
-    workload = workloads.prefill(QWEN.vocab_size, False)[0]
+    workload = next(
+        w for w in workloads.prefill(QWEN.vocab_size, False) if w.name == "prefill 16 x 1,024"
+    )
     times = perfect_times(workload, QWEN, H200, 2, max_num_seqs=256)
     assert times.end == times.first == pytest.approx(0.02082, abs=5e-6)
     assert METRICS["prompt"][1](workload, times) == pytest.approx(16_384 / 0.02082, rel=3e-4)

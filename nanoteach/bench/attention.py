@@ -68,9 +68,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, metavar="N")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
     args = parser.parse_args()
+    check_target(args.save)
     if not torch.cuda.is_available():
         parser.error("this needs an NVIDIA GPU")
-    check_target(args.save)
     rows = []
     print("batch  history   kernel µs   gather µs   times   kernel GB/s")
     for batch in BATCHES:

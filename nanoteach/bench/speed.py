@@ -9,16 +9,23 @@ import re
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from nanoteach.bench.cases import ENGINES, EXPERIMENTS, Case, short
+from nanoteach.bench.counts import paged_rows
+from nanoteach.bench.kernels import gemm_rows, kernel_rows
+from nanoteach.bench.peers import peer_rows
+from nanoteach.bench.profiling import Profile, profile_steps
 from nanoteach.bench.random_model import random_model
+from nanoteach.bench.serving import Refused, check_counts, fresh_scheduler, serve, simulate
 from nanoteach.bench.table import Row
 from nanoteach.bench.workloads import (
     METRICS,
-    SPEED,
+    StepLog,
     Times,
     Workload,
     chosen,
@@ -26,32 +33,19 @@ from nanoteach.bench.workloads import (
     stage_workload,
 )
 from nanoteach.config import EngineConfig, check_positive
-from nanoteach.cost_model import WallClock, Work
+from nanoteach.cost_model import VirtualClock, WallClock
 from nanoteach.engine_core import EngineCore
 from nanoteach.hardware import HARDWARE, Hardware, measure
 from nanoteach.hub import check_device, default_device, default_model, resolve_model
 from nanoteach.loader import check_dtype, load_model
+from nanoteach.overlapped import OverlappedEngineCore
+from nanoteach.paged_attention import PagedAttention
 from nanoteach.reference import compare, open_model, references
 from nanoteach.stages import Generator, Parts, Stage, build_engine, stages_here
 from nanoteach.types import SamplingParams
 
 LONGEST, SMALL_LONGEST = 4112, 144  # hold the longest request, in whole blocks of 16
 STAGE_WIDTH, SMALL_STAGE_WIDTH = 8, 2  # fewer than the requests, so that some of them wait
-
-
-class Refused(Exception):
-    """A run whose precondition failed: its time is that of another workload."""
-
-
-class FirstTokenClock(WallClock):
-    """A wall clock that keeps when the first token came. Every stage tells it of its steps."""
-
-    first: float | None = None
-
-    def tick(self, work: SequenceOf[Work]) -> None:
-        """A step is over."""
-        if self.first is None and any(part.needs_logits for part in work):
-            self.first = self.now()
 
 
 def hardware_of(device: torch.device, dtype: torch.dtype) -> Hardware:
@@ -80,10 +74,16 @@ class Bench:
         dtype: str | None = None,
         repeats: int = 3,
         small: bool = False,
+        profile: Path | None = None,
         **options: Any,
     ) -> None:
         self.names = chosen(names)
         check_positive("repeats", repeats)
+        if "enable_prefix_caching" in options:
+            raise ValueError(
+                "a bench switches prefix caching itself: off, and on in the workload `prefix`; "
+                "leave enable_prefix_caching out"
+            )
         if model is not None and shape is not None:
             raise ValueError("--model and --shape both say which model to run: give one of them")
         self.repeats, self.small = repeats, small
@@ -105,40 +105,105 @@ class Bench:
         }
         self.config = EngineConfig(**defaults | options, enable_prefix_caching=False)
         self.hardware = hardware_of(self.device, self.dtype)
-        self.clock = FirstTokenClock()
+        self.log = StepLog(WallClock())
         self.bar: Any = tqdm(disable=True)
+        self.profile, self.profiles = profile, dict[str, Profile]()
         self.settings: dict[str, Any] = {}
+        self.data: dict[str, Any] = {}
+        """What does not fit into rows, by the workload's name."""
         self.failures: list[str] = []
         """Numbers that were refused, and stages whose tokens are wrong."""
 
     def run(self) -> list[Row]:
-        """Run everything."""
-        makers = [SPEED[name] for name in self.names if name in SPEED]
-        workloads = [w for make in makers for w in make(self.model.config.vocab_size, self.small)]
-        stages = stages_here(self.model, self.config)
-        count = len(workloads) + ("startup" in self.names)
-        count += len(stages) * ("stages" in self.names)
-        rows: list[Row] = []
+        """Run everything; the rows are in the order of NAMES."""
+        cases = self.cases()
+        stages = stages_here(self.model, self.config) if "stages" in self.names else []
+        count = len(cases) + len(stages) + ("startup" in self.names)
+        rows: dict[str, list[Row]] = {name: [] for name in self.names}
         with tqdm(total=count * (self.repeats + 1), unit=" runs", disable=None) as self.bar:
             if "startup" in self.names:  # before this process has compiled anything
-                rows += self.run_startup()
-            if workloads:
-                self.free()
-                core = self.build()
-                rows += [row for w in workloads for row in self.measure(core, w, self.config)]
-                del core
+                rows["startup"] = self.run_startup()
+            engines = list(dict.fromkeys(self.engine_of(case) for case in cases))
+            found: dict[str, list[Row]] = {}
+            for engine in engines:
+                found |= self.run_cases(engine, [c for c in cases if self.engine_of(c) == engine])
+            for name in self.names:
+                if name in EXPERIMENTS:
+                    of_name = EXPERIMENTS[name](self.model.config.vocab_size, self.small)
+                    rows[name] = [row for case in of_name for row in found[case.name]]
             if "stages" in self.names:
-                rows += self.run_stages(stages)
-        return rows
+                rows["stages"] = self.run_stages(stages)
+        if "gemm" in self.names:
+            rows["gemm"] = gemm_rows(self.model, self.repeats, self.small)
+        if "paged" in self.names:
+            rows["paged"], self.data["paged"] = paged_rows(self.model.config, self.small)
+        if "kernels" in self.names:
+            self.free()
+            rows["kernels"], self.data["kernels"] = kernel_rows(
+                self.model, self.config, self.hardware, self.repeats
+            )
+        if "peers" in self.names:
+            self.free()
+            rows["peers"] = peer_rows(self.model, self.config, self.dtype, self.repeats, self.small)
+        return [row for name in self.names for row in rows[name]]
+
+    def cases(self) -> list[Case]:
+        """All cases that were asked for."""
+        makers = [EXPERIMENTS[name] for name in self.names if name in EXPERIMENTS]
+        return [case for make in makers for case in make(self.model.config.vocab_size, self.small)]
+
+    def engine_of(self, case: Case) -> str:
+        """The name of the case's engine. On a GPU the best one is stage 8, and is built once."""
+        best = self.device.type == "cuda" and self.config.attention_backend in ("auto", "triton")
+        if case.engine == "stage 8" and best and not self.config.enforce_eager:
+            return "best"
+        return case.engine
+
+    def run_cases(self, name: str, cases: SequenceOf[Case]) -> dict[str, list[Row]]:
+        """Build one engine and run its cases; a list of rows for each case, by its name."""
+        config = self.config
+        self.free()
+        if name == "best":
+            engine: Generator = self.build()
+        else:  # as long as its own cases, since some reserve that much for each row
+            build, options = ENGINES[name]
+            longest = max(case.workload.longest for case in cases)
+            options = options | {"max_model_len": min(longest, self.model.max_model_len)}
+            config = dataclasses.replace(config, **options)
+            engine = build(Parts(self.model, config, clock=self.log))
+            self.settings[f"engine {name}"] = self.told(engine, config)
+        found = {}
+        vocab_size, names = (
+            self.model.config.vocab_size,
+            [n for n in self.names if n in EXPERIMENTS],
+        )
+        firsts = {EXPERIMENTS[name](vocab_size, self.small)[0].name: name for name in names}
+        for case in cases:
+            found[case.name] = self.measure(engine, case, config)
+            if self.profile and case.name in firsts and isinstance(engine, EngineCore):
+                engine.scheduler = fresh_scheduler(case, pool_of(engine).k.shape[1], config)
+                path = self.profile / f"{firsts[case.name]}.json"
+                self.profiles[firsts[case.name]] = profile_steps(engine, case, path)
+        del engine
+        return found
+
+    def told(self, engine: Generator, config: EngineConfig) -> dict[str, Any]:
+        """What an engine is: its options, its pool, its runner and attention, its graphs."""
+        told: dict[str, Any] = asdict(config)
+        if isinstance(engine, EngineCore):
+            runner: Any = engine.runner
+            told |= {
+                "num_blocks": pool_of(engine).k.shape[1],
+                "runner": type(runner).__name__,
+                "attention": type(pool_of(engine)).__name__,
+                "num_graphs": len(getattr(runner, "graphs", ())),
+            }
+        return told
 
     def build(self) -> EngineCore:
         """The engine, with what memory is free."""
-        core = build_engine(Parts(self.model, self.config, clock=self.clock))
-        self.settings["engine"] = asdict(self.config) | {
-            "num_blocks": core.scheduler.block_manager.num_blocks,
-            "runner": type(core.runner).__name__,
-            "num_graphs": len(getattr(core.runner, "graphs", ())),
-        }
+        core = build_engine(Parts(self.model, self.config, clock=self.log))
+        self.settings["engine"] = self.told(core, self.config)
         return core
 
     def free(self) -> None:
@@ -147,51 +212,49 @@ class Bench:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def measure(self, engine: Generator, workload: Workload, config: EngineConfig) -> list[Row]:
+    def measure(self, engine: Generator, case: Case, config: EngineConfig) -> list[Row]:
         """A short run to warm up, then all repeats. A row for each metric."""
-        self.bar.set_description(workload.name)
+        self.bar.set_description(case.name)
         end, runs, note = self.bar.n + self.repeats + 1, list[Times](), ""
+        workload = case.workload
         if workload.longest > (config.max_model_len or 0):
             note = f"left out: needs --max-model-len {workload.longest}, not {config.max_model_len}"
         else:
             try:
-                self.run_once(engine, workload.short())
-                runs = [self.run_once(engine, workload) for _ in range(self.repeats)]
+                self.run_once(engine, short(case), config)
+                runs = [self.run_once(engine, case, config) for _ in range(self.repeats)]
             except (Refused, ValueError) as error:
                 note = f"refused: {error}"
-                self.failures.append(f"{workload.name} was {note}")
+                self.failures.append(f"{case.name} was {note}")
         self.bar.update(end - self.bar.n)
-        bound = perfect_times(
-            workload, self.model.config, self.hardware, self.dtype.itemsize, config.max_num_seqs
-        )
+        bound = self.bound(case, config, isinstance(engine, OverlappedEngineCore))
         rows = []
         for metric in workload.metrics:
             unit, value = METRICS[metric]
             samples = [value(workload, times) for times in runs]
-            rows.append(Row(workload.name, metric, unit, samples, value(workload, bound), note))
+            expected = value(workload, bound) if bound else None
+            rows.append(Row(case.name, metric, unit, samples, expected, note))
         return rows
 
-    def run_once(self, engine: Generator, workload: Workload) -> Times:
-        """One run, from the first request to the last token. Raises Refused."""
-        params, before = workload.params, counters(engine)
-        self.clock.first = None
-        start = self.clock.now()
-        outputs = engine.generate(workload.prompts, params)
-        end = self.clock.now()
-        preemptions, hits = (b - a for a, b in zip(before, counters(engine), strict=True))
-        lens, wanted = [len(output) for output in outputs], workload.output_lens
-        if preemptions:
-            raise Refused(
-                f"{preemptions} preemptions, so tokens were computed twice: give a larger pool, "
-                "or lower --max-num-seqs"
-            )
-        if hits:
-            raise Refused(f"{hits} prompt tokens came from a prefix cache")
-        if lens != wanted:
-            raise Refused(f"{sum(lens)} output tokens came, and {sum(wanted)} were due")
-        assert self.clock.first is not None, "every stage tells its clock of every step"
+    def bound(self, case: Case, config: EngineConfig, overlapped: bool) -> Times | None:
+        """The case where every step takes its bound; None where it can't run."""
+        size, seats = self.dtype.itemsize, case.max_num_seqs or config.max_num_seqs
+        if case.perfect:
+            return perfect_times(case.workload, self.model.config, self.hardware, size, seats)
+        clock = VirtualClock(self.model.config, self.hardware, size)
+        try:
+            return simulate(case, self.model.config, config, clock, overlapped)
+        except ValueError:
+            return None
+
+    def run_once(self, engine: Generator, case: Case, config: EngineConfig) -> Times:
+        """One run, from the first request to the last token. Raises Refused, or ValueError."""
+        if isinstance(engine, EngineCore):
+            engine.scheduler = fresh_scheduler(case, pool_of(engine).k.shape[1], config)
+        times = serve(engine, case.workload, self.log)
+        check_counts(case, times)
         self.bar.update()
-        return Times(start, self.clock.first, end)
+        return times
 
     def run_startup(self) -> list[Row]:
         """Engine after engine, each up to its first token."""
@@ -199,10 +262,10 @@ class Bench:
         seconds, captures, sizes = list[float](), list[float](), list[float]()
         for _ in range(self.repeats + 1):
             self.free()
-            start = self.clock.now()
+            start = self.log.now()
             core = self.build()
             core.generate([[0] * 16], SamplingParams(max_tokens=1, ignore_eos=True))
-            seconds.append(self.clock.now() - start)
+            seconds.append(self.log.now() - start)
             captures.append(getattr(core.runner, "capture_seconds", None) or 0.0)
             sizes.append((getattr(core.runner, "graph_bytes", None) or 0) / 2**20)
             del core
@@ -232,12 +295,15 @@ class Bench:
         for stage in stages:
             self.free()
             try:
-                engine = stage.build(Parts(self.model, config, clock=self.clock))
+                engine = stage.build(Parts(self.model, config, clock=self.log))
             except ValueError as error:
                 rows.append(Row(stage.title, "output", "tok/s", [], note=f"refused: {error}"))
                 self.failures.append(f"{stage.title} was refused: {error}")
                 continue
-            (row,) = self.measure(engine, dataclasses.replace(workload, name=stage.title), config)
+            case = Case(stage.title, workload, perfect=True)
+            if isinstance(engine, EngineCore):
+                case = dataclasses.replace(case, scheduler=type(engine.scheduler))
+            (row,) = self.measure(engine, case, config)
             del engine
             notes = [row.note, judge(stage) if row.samples else ""]
             if row.samples and rows and rows[-1].samples:
@@ -273,7 +339,7 @@ class Bench:
         """What was run, and what it is compared with."""
         dtype = str(self.dtype).removeprefix("torch.")
         lines = [
-            f"{self.name}, {self.device}, {dtype}, prefix caching off, {self.repeats} repeats",
+            f"{self.name}, {self.device}, {dtype}, {self.repeats} repeats",
             f"bound: a perfect engine on {self.hardware.name} ({self.hardware.source})",
         ]
         if self.folder is None and "stages" in self.names:
@@ -287,14 +353,17 @@ class Bench:
             "dtype": str(self.dtype).removeprefix("torch."),
             "repeats": self.repeats,
             "small": self.small,
+            "config": asdict(self.model.config),
             "hardware": asdict(self.hardware),
             "settings": self.settings,
+            "data": self.data,
+            "profiles": {name: each._asdict() for name, each in self.profiles.items()},
             "rows": [asdict(row) for row in rows],
         }
 
 
-def counters(engine: Generator) -> tuple[int, int]:
-    """Preemptions and prefix hits so far. The first stages have neither."""
-    if not isinstance(engine, EngineCore):
-        return 0, 0
-    return engine.scheduler.num_preemptions, engine.scheduler.num_prefix_hits
+def pool_of(core: EngineCore) -> PagedAttention:
+    """Where its K/V live."""
+    runner: Any = core.runner
+    pool: PagedAttention = runner.decoder.pool if hasattr(runner, "decoder") else runner.attention
+    return pool

@@ -29,9 +29,9 @@ class Row:
     @property
     def share(self) -> float | None:
         """The part of the bound that is reached. Of seconds, fewer are better."""
-        if not self.samples or self.bound is None:
+        if not self.samples or not self.bound or not self.median:
             return None
-        return self.bound / self.median if self.unit == "s" else self.median / self.bound
+        return self.bound / self.median if self.unit in ("s", "µs") else self.median / self.bound
 
     def cells(self) -> list[str]:
         """The row as text, a string for each column."""

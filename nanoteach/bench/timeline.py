@@ -17,63 +17,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from nanoteach.bench.kernels import HISTORY, covered_us, decode_steps
 from nanoteach.bench.random_model import random_model
 from nanoteach.config import EngineConfig
 from nanoteach.engine_core import EngineCore
 from nanoteach.model import Decoder
 from nanoteach.results import check_target, save_result
 from nanoteach.stages import Parts, build_flash, build_graphs
-from nanoteach.types import SamplingParams
 
-HISTORY, WARM, STEPS = 1024, 40, 200
+STEPS = 200
 SHAPE = "qwen3-0.6b"
 
 
 def decode_step(core: EngineCore, steps: int = STEPS) -> dict[str, Any]:
     """The kernels of one step (microseconds from the first one's start), and wall times of many."""
-    prompt = list(range(HISTORY))
-    core.add_request("one", prompt, SamplingParams(WARM + steps + 9, ignore_eos=True))
-    for _ in range(WARM):  # the prompt, and decodes that compile what is left to compile
-        core.step()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(3):
-            core.step()
-        torch.cuda.synchronize()
-    walls = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        core.step()
-        walls.append(1e6 * (time.perf_counter() - start))
-    core.abort_request("one")
-    events = sorted(
-        (event.time_range.start, event.time_range.elapsed_us(), event.name)
-        for event in seen.events()
-        if event.device_type.name == "CUDA"
-    )
-    # Three steps were seen; a step ends with the copy of its tokens to the host.
-    ends = [i for i, (_, _, name) in enumerate(events) if "DtoH" in name]
-    middle = events[ends[0] + 1 : ends[1] + 1]
-    begin = middle[0][0]
+    (events, *_), walls = decode_steps(core, 1, profiled=1, timed=steps)
     return {
-        "events": [
-            {"name": name[:48], "start_us": round(start - begin, 2), "us": round(us, 2)}
-            for start, us, name in middle
-        ],
-        "launches": len(middle),
+        "events": events,
+        "launches": len(events),
         "wall_us": [round(wall, 1) for wall in walls],
     }
-
-
-def covered_us(events: list[dict[str, Any]]) -> float:
-    """For how long at least one kernel ran: they may overlap. `events` is in order of start."""
-    covered, end = 0.0, float("-inf")
-    for event in events:
-        stop = event["start_us"] + event["us"]
-        covered += max(0.0, stop - max(event["start_us"], end))
-        end = max(end, stop)
-    return covered
 
 
 def launch_us(core: EngineCore, repeats: int = 200) -> dict[str, list[float]]:
@@ -111,12 +75,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
     args = parser.parse_args()
+    check_target(args.save)
     if not torch.cuda.is_available():
         parser.error("this needs an NVIDIA GPU")
-    check_target(args.save)
     found = run(random_model(SHAPE, "cuda", torch.bfloat16, max_model_len=2048))
     for name, step in found["steps"].items():
-        busy = covered_us(step["events"])
+        busy = sum(covered_us(step["events"]).values())
         wall = statistics.median(step["wall_us"])
         print(
             f"{name}: {step['launches']} launches, {busy:.0f} µs with a kernel running, "
