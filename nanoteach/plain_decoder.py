@@ -34,7 +34,7 @@ class PlainDecoder:
         starts = torch.arange(len(input_ids) + 1) if step.decodes_only else step.query_starts
         metadata = TiledMetadata(
             [], [], step.slots, step.tables, lengths, step.decode_lens, starts, step.tile_seqs,
-            step.tile_starts, step.splits,
+            step.tile_starts, step.tile_rows, step.splits,
         )  # fmt: skip
         hidden = self.model.forward(input_ids, step.positions, self.pool, metadata)
         if not step.decodes_only:
