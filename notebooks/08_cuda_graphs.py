@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from statistics import median
+from statistics import median, quantiles
 from unittest.mock import patch
 
 import numpy as np
@@ -67,7 +67,8 @@ open_notebook(8)
 # %%
 record = recorded("timeline_h200")
 print(where("timeline_h200"))
-eager = record["steps"]["stage 7, eager"]
+steps = {name: step for name, step in record["steps"].items() if "plain loop" not in name}
+eager = steps["stage 7, eager"]
 for event in eager["events"][600:612]:
     name = event["name"].replace("void at::native::", "")
     print(f"{event['start_us']:9.1f} µs, for {event['us']:4.1f} µs: {name[:56]}")
@@ -253,7 +254,7 @@ for tokens in (1, 256):
 # Now the recorded run. Do its kernels agree with the count?
 
 # %%
-for name, step in record["steps"].items():
+for name, step in steps.items():
     launches, busy, wall = told.summary(step)
     kinds = Counter(told.kind_of(event["name"]) for event in step["events"])
     print(f"{name:15} {launches:5,} launches: " + ", ".join(f"{n} {k}" for k, n in kinds.items()))
@@ -273,20 +274,22 @@ for name, step in record["steps"].items():
 # %%
 rate = hardware_named("h200").read_bandwidth
 shapes = {"QKV": (h, q + 2 * kv), "output": (q, h), "gate and up": (h, 2 * wide), "down": (wide, h)}
-noted = [[cell.strip() for cell in line.split("|")[1:-1]]
-         for line in told.noted("Products for few tokens")[2:]]  # fmt: skip
-print("recorded on an H200, µs      MB  bound   ours: 1 token, 8, 16   cuBLAS")
-for row in noted:
-    width, height = next(shape for name, shape in shapes.items() if row[0].startswith(name))
-    size = 2 * width * height
-    ours = f"{row[2]:>8} {row[5]:>6} {row[6]:>6}"
-    print(f"{row[0][:24]:24} {size / 1e6:7.1f} {1e6 * size / rate:6.2f} {ours}   {row[1]}")
+products = recorded("products_h200")
+taken = {(row["product"], row["tokens"]): (median(row["ours_us"]), median(row["cublas_us"]))
+         for row in products["rows"]}  # fmt: skip
+print(where("products_h200"))
+print("µs a layer     MB  bound    1 token: ours, cuBLAS    8: ours, cuBLAS   16: ours, cuBLAS")
+for name, (width, height) in shapes.items():
+    size, key = 2 * width * height, name.lower().replace(" and ", "_")
+    pairs = "   ".join("{:10.1f} {:7.1f}".format(*taken[key, tokens]) for tokens in (1, 8, 16))
+    print(f"{name:12} {size / 1e6:5.1f} {1e6 * size / rate:6.2f} {pairs}")
 
 # %% [markdown]
-# With one token, ours take 1.3 to 2.6 times their bounds. cuBLAS takes 1.6 to 4.4 times as long as
-# ours (its time for gate and up is the product alone; ours has the norm and SiLU in it). At 16
-# tokens it has caught up: there a weight is used 16 times, and the tensor cores pay. So stage 8 has
-# both, and chooses by the number of tokens. The whole table, and what lost, is in `notes/gpu.md`.
+# With one token ours are nearer to their bounds, and that although they do more: cuBLAS's time is
+# the product alone, and ours have the norm before it or the residual after it inside. The more
+# tokens, the more often a weight is used once it is read, and at 16 cuBLAS has overtaken. So stage
+# 8 has both, and chooses by the number of tokens. What was tried on the way, and what lost, is in
+# `notes/gpu.md`.
 #
 # ## One launch: graphs
 #
@@ -727,7 +730,7 @@ for title, options in (
 
 # %%
 print("                 launches   kernels run      the step     tokens/s")
-for name, step in record["steps"].items():
+for name, step in steps.items():
     launches, busy, wall = told.summary(step)
     print(f"{name:15} {launches:9,} {busy:10,.0f} µs {wall:10,.0f} µs {1e6 / wall:12,.0f}")
 print(f"{'bound, bytes':15} {'':9} {'':13} {bound:10,.0f} µs {1e6 / bound:12,.0f}")
@@ -735,14 +738,14 @@ graph = median(record["launch_us"]["graph"])
 print(f"launching the graph: {graph:.0f} µs, as much as {graph / cost:.0f} small kernels")
 
 # %% tags=["nbval-ignore-output"]
-told.step_kernels(record["steps"])
+told.step_kernels(steps)
 
 # %% [markdown]
 # Beside what you said, if you did:
 
 # %% tags=["nbval-ignore-output"]
-fused = told.summary(record["steps"]["stage 8, eager"])
-in_graph = told.summary(record["steps"]["stage 8, graph"])
+fused = told.summary(steps["stage 8, eager"])
+in_graph = told.summary(steps["stage 8, graph"])
 reveal("H200, one request: launches a step with fused kernels", fused[0], "launches")
 reveal("H200, one request: a step with fused kernels, launched one by one", fused[2] / 1e3, "ms")
 reveal("H200, one request: a step with fused kernels in a graph", in_graph[2] / 1e3, "ms")
@@ -767,14 +770,17 @@ for row in bench["rows"]:
               f"of {most:9,.0f}: {reached / most:.0%}")  # fmt: skip
 
 # %% [markdown]
-# What did the loop alone give? From `notes/gpu.md`:
+# What did the loop alone give? The same step of one request once more, with the same graphs, in the
+# plain loop, which commits a step before it schedules the next:
 
 # %%
-print(told.note("The loop", "plain loop"))
+for name in ("stage 8, graph", "stage 8, graph, plain loop"):
+    low, middle, high = quantiles(record["steps"][name]["wall_us"], n=4)
+    print(f"{name:28} {middle:6.0f} µs a step, half of them {low:,.0f} to {high:,.0f}")
 
 # %% [markdown]
-# For one request the host's work was short against the step; for 256 there are 256 rows to fill and
-# to commit, and more is hidden.
+# The difference is what the host needs for one request: to commit, to schedule, to fill the
+# buffers. With 256 requests there are 256 rows to fill and to commit, and more is hidden.
 #
 # ### On this machine
 #
