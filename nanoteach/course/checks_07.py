@@ -194,8 +194,8 @@ def check_combine(combine: Callable[[Tensor, Tensor], Tensor]) -> None:
              "rows: dimension 0."),
             ((out * shares.softmax(1)).sum(0), "Weigh the splits against one another, not the "
              "rows: dimension 0."),
-            ((out * (shares - shares.amax(0)).exp()).sum(0), "The shares of a row must add up to 1: "
-             "divide by their sum."),
+            ((out * (shares - shares.amax(0)).exp()).sum(0), "The shares of a row must add up to 1:"
+             " divide by their sum."),
             ((out * shares.log_softmax(0)).sum(0), "The shares of a row must add up to 1. These "
              "are their logarithms."),
             (out * shares.softmax(0), "Add the splits up: the result has no dimension for them."),
