@@ -774,7 +774,7 @@ reveal("H200, one request: a step with fused kernels in a graph", in_graph[2] / 
 # The graph has the same 174 kernels and no gaps. The step now takes about as long as the GPU is at
 # work. And that is less than before, though the kernels' own times add up to more: in the graph a
 # kernel begins while the one before it still ends, and waits for its result. Launched one by one,
-# each is over long before the next one comes.
+# most are over before the next one comes.
 #
 # It is still twice the bound. 168 kernels in a row each have a beginning, where they wait for the
 # first bytes, and an end, where few programs are left.
