@@ -658,10 +658,10 @@ pictures.ladder({"an H200, recorded": others, "prompts alone": prompts_alone})
 
 # %% [markdown]
 # No line passes its bound, and each is within a small factor of it. The bounds also say which line
-# is faster than which, and roughly by how much. What they do not say is what is lost on the way.
-# One request alone loses most: its steps are the shortest, so whatever a step costs besides bytes
-# and FLOPs weighs most in them. Notebooks 01 to 08 find these costs and take them away. The last
-# notebook, which is being written, comes back to the numbers.
+# is faster than which, and roughly by how much. What they do not say is what is lost on the way. Of
+# these, one request alone loses most: its steps are the shortest, so whatever a step costs besides
+# bytes and FLOPs weighs most in them. Notebooks 01 to 08 find these costs and take them away. The
+# last notebook, which is being written, comes back to the numbers.
 #
 # ## What to take along
 #

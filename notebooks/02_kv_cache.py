@@ -635,7 +635,7 @@ print(stage_table(on_h200))
 pictures.ladder({"this machine": rungs, "an H200, recorded": [stage.rung for stage in on_h200]})
 
 # %% [markdown]
-# Look at the last two columns first. A step takes nearly as long with the cache as without: the
+# Look at the last two columns first. A step takes about as long with the cache as without: the
 # H200 waits for its operations to be started, and there are as many of them for one token as for
 # five hundred. What the cache saves does not show. The gain is in the column before: eight rows
 # share a step, so there are far fewer steps. On a CPU computing takes time, and the cache

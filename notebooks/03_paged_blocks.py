@@ -643,9 +643,9 @@ print(stage_table(on_h200))
 pictures.ladder({"this machine": rungs, "an H200, recorded": [stage.rung for stage in on_h200]})
 
 # %% [markdown]
-# There pages make it *slower*. Memory is no matter in this run: the H200 has room for every row, so
-# both stages do the same steps with the same requests, and the prediction sees no gain. But a step
-# takes longer. To gather a history through its table takes more operations in each layer, and on a
+# There pages bring nothing. Memory is no matter in this run: the H200 has room for every row, so
+# both stages do the same steps with the same requests, and the prediction sees no gain. What pages
+# add is work. To gather a history through its table takes more operations in each layer, and on a
 # GPU it is their number that takes the time. And it is done several times: neighbours are gathered
 # together only if the longest of them is at most twice as long as the shortest. Here are the first
 # eight requests of that run, when they begin to decode:
@@ -656,10 +656,12 @@ print("prompts of", first_eight)
 print("gathered in", len(group_by_length(first_eight)), "groups in every layer, K and V apart")
 
 # %% [markdown]
-# So the price of pages is in the picture, and what they are for is not. For that, give the H200
-# little memory. 128 requests come at the same moment, 512 tokens in and 512 out, in 14 GiB, with a
-# limit of 4,096 tokens: 32 rows, as above. In pages all 128 fit. This is the course's own stage 2
-# and stage 3, on the virtual clock.
+# So the price of pages is in the picture, and what they are for is not. (How large the price is,
+# two runs can't say for sure: the host sets the pace there, and it is not the same in every run.
+# Notebook 05 shows two runs of the very same parts.) For that, give the H200 little memory. 128
+# requests come at the same moment, 512 tokens in and 512 out, in 14 GiB, with a limit of 4,096
+# tokens: 32 rows, as above. In pages all 128 fit. This is the course's own stage 2 and stage 3, on
+# the virtual clock.
 
 # %%
 many = [Request(512, 512)] * 128

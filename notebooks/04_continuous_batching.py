@@ -707,17 +707,23 @@ for name, run in (("static", static), ("continuous", continuous)):
 on_h200 = recorded_stages(3, 4)
 print(where("stages_h200"))
 print(stage_table(on_h200))
+before, after = on_h200
+each = [1e3 * stage.seconds / stage.num_steps for stage in on_h200]
+print(
+    f"the gain: x {before.num_steps / after.num_steps:.2f} by fewer steps, "
+    f"x {each[0] / each[1]:.2f} by the time of a step"
+)
 
 # %% tags=["nbval-ignore-output"]
 pictures.ladder({"this machine": rungs, "an H200, recorded": [stage.rung for stage in on_h200]})
 
 # %% [markdown]
 # The steps are fewer, as here; with outputs of 16 to 64 tokens there is less to save than with your
-# eight. The rest of the gain is in the column beside it: a step has become *shorter*. On a GPU a
-# step costs what it takes to start its operations. In stage 4 decodes of about one length stand
-# together, so that attention takes them at once, and there are fewer operations in each layer. The
-# bound, which counts bytes and FLOPs, sees none of this. (How much of a step is attention, the
-# record does not tell.)
+# eight. The other factor is the time of a step. On a GPU a step costs what it takes to start its
+# operations. In stage 4 decodes of about one length stand together, so that attention takes them at
+# once, and there are fewer operations in each layer. The bound, which counts bytes and FLOPs, sees
+# none of this. (How much of the second factor is attention, and how much is that the host of one
+# run was faster than that of another, the record does not tell.)
 #
 # ## Bug clinic
 #

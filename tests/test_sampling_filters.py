@@ -534,7 +534,10 @@ def test_the_tail_waits_for_nothing(parts: Parts) -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine("tiny", device=DEVICE, dtype="float32", block_size=4, max_model_len=128)
+    return Engine(
+        "tiny", device=DEVICE, dtype="float32", block_size=4, max_model_len=128,
+        num_gpu_blocks_override=256,
+    )  # fmt: skip
 
 
 def test_logprobs_are_those_of_transformers(engine: Engine) -> None:
