@@ -433,7 +433,7 @@ widgets.Panel(
 
 # %%
 COUNT = 2000
-SETTINGS = {"temperature 2": (2.0, 0, 1.0), "top_k 3": (1.0, 3, 1.0), "top_p 0.8": (1.0, 0, 0.8)}
+SETTINGS = {"temperature 2": (2.0, 0, 1.0), "top_k 5": (1.0, 5, 1.0), "top_p 0.8": (1.0, 0, 0.8)}
 shown = [words[token] for token in logits.argsort(descending=True)[:7].tolist()] + ["others"]
 
 

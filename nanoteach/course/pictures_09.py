@@ -123,7 +123,7 @@ def compared(
         axes.errorbar(places, shares, yerr=errors, fmt="o", color=BLUE, ms=4, lw=1)
         axes.set_xticks(places, words, rotation=90)
         axes.set_title(title)
-    sheets[0].set_ylabel("probability (bar), share of draws (dot)")
+    sheets[0].set_ylabel("bar: probability; dot: draws")
     return figure
 
 
