@@ -46,6 +46,12 @@ class Judged(NamedTuple):
         return self.bound / self.measured - 1
 
 
+def predictions(name: str = "predictions_h200") -> list[Judged]:
+    """Both predictions of every point, as `make figures` has written them down."""
+    rows = recorded(name)["rows"]
+    return [Judged(*(row[field] for field in Judged._fields)) for row in rows]
+
+
 class Recording:
     """A result file of `nanoteach bench`, and what its cases were."""
 

@@ -384,17 +384,17 @@ def pairs(found: Evidence, metric: str, starts: tuple[str, str], title: str) -> 
     """Two bars for every size, on a logarithmic scale: with and without."""
     figure = canvas(3.0)
     axes = figure.subplots()
-    first, second = (found.named(f"{start}, ", metric) for start in starts)
-    labels = []
-    for y, (a, b) in enumerate(zip(first, second, strict=True)):
-        labels.append(a.workload.split(", ", 1)[1])
-        for row, dy, colour in ((a, -0.19, BLUE), (b, 0.19, RED)):
-            axes.barh(y + dy, row.median, height=0.36, color=colour)
-            if row.bound:
-                axes.plot(row.bound, y + dy, "|", color=LINE, ms=12, mew=2.5)
-            if model := found.calibrated(row.workload, metric):
-                axes.plot(model, y + dy, "D", color=ORANGE, ms=5)
-            say(axes, row.median * 0.97, y + dy, number(row.median), "white", ha="right")
+    rows = [row for start in starts for row in found.named(f"{start}, ", metric)]
+    labels = list(dict.fromkeys(row.workload.split(", ", 1)[1] for row in rows))
+    for row in rows:
+        start, label = row.workload.split(", ", 1)
+        y = labels.index(label) + (0.19 if start == starts[1] else -0.19)
+        axes.barh(y, row.median, height=0.36, color=RED if start == starts[1] else BLUE)
+        if row.bound:
+            axes.plot(row.bound, y, "|", color=LINE, ms=12, mew=2.5)
+        if model := found.calibrated(row.workload, metric):
+            axes.plot(model, y, "D", color=ORANGE, ms=5)
+        say(axes, row.median * 0.97, y, number(row.median), "white", ha="right")
     axes.set_xscale("log")
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
@@ -522,6 +522,60 @@ def profiles(found: Evidence) -> Picture:
     axes.set_xlabel("% of the time of 20 steps, with a profiler")
     axes.legend(frameon=False, fontsize=8, ncol=6, loc="lower left", bbox_to_anchor=(0, 1))
     return figure
+
+
+@dataclass
+class CalibrationExplorer:
+    """Decode speed over the batch: what was measured, and a model with two knobs.
+
+    overhead: µs a step; bandwidth: % of what the memory gives.
+    """
+
+    found: Evidence
+    overhead: int = 0
+    bandwidth: int = 100
+
+    @property
+    def rows(self) -> list[Row]:
+        """What was measured."""
+        return self.found.named("batch", "decode steps")
+
+    def speed(self, batch: int) -> float:
+        """Tokens/s by the knobs, in the middle of a run of 1,024 + 256."""
+        recording = self.found.recording
+        cost = step_cost(recording.model, [Work(1, 1024 + 128)] * batch, recording.bytes_per_value)
+        rate = recording.hardware.read_bandwidth * self.bandwidth / 100
+        return batch / (self.overhead / 1e6 + cost.bytes / rate)
+
+    @property
+    def errors(self) -> dict[int, float]:
+        """By batch, as shares: 0.1 is 10% too fast."""
+        return {batch_of(row): self.speed(batch_of(row)) / row.median - 1 for row in self.rows}
+
+    @drawing
+    def picture(self) -> Picture:
+        """See `Explorer.picture`."""
+        figure = canvas(3.0)
+        axes = figure.subplots()
+        xs = [batch_of(row) for row in self.rows]
+        axes.plot(xs, [row.median for row in self.rows], "o-", color=BLUE, ms=7)
+        axes.plot(xs, [self.speed(x) for x in xs], "D--", color=ORANGE, ms=5)
+        for x, error in self.errors.items():
+            say(axes, x, self.speed(x) * 1.22, f"{error:+.0%}", ORANGE, ha="center")
+        axes.set(xscale="log", yscale="log", xlabel="requests at once", ylabel="tokens/s")
+        axes.set_xticks(xs, [str(x) for x in xs])
+        axes.set_ylim(1000, 60_000)
+        axes.minorticks_off()
+        axes.set_title("decode steps: blue measured, orange the model with these knobs")
+        return figure
+
+    def text(self) -> str:
+        """See `Explorer.text`."""
+        batch, error = max(self.errors.items(), key=lambda item: abs(item[1]))
+        return (
+            f"{self.overhead} µs of overhead and {self.bandwidth}% of the bandwidth: the worst "
+            f"miss is {error:+.0%}, at {batch} request{'s' if batch > 1 else ''}."
+        )
 
 
 EXPERIMENT_PICTURES: dict[str, Callable[[Evidence], Picture]] = {
