@@ -21,6 +21,7 @@
 # measured on one lies in this repository, and the schedulers run here on a virtual clock.
 
 # %% tags=["nbval-ignore-output"]
+import statistics
 from collections import Counter
 
 import torch
@@ -33,7 +34,7 @@ from nanoteach.bench.recording import Recording, predictions
 from nanoteach.bench.serving import NoModel, serve
 from nanoteach.bench.speed import Bench
 from nanoteach.bench.table import Row
-from nanoteach.bench.workloads import StepLog, Workload, draw_prompts, first_tokens
+from nanoteach.bench.workloads import StepLog, Workload, draw_prompts
 from nanoteach.chunked_prefill import ChunkedPrefillScheduler
 from nanoteach.config import EngineConfig
 from nanoteach.cost_model import SHAPES, VirtualClock, Work, step_cost
@@ -112,12 +113,12 @@ for event in events[:9]:
     stop = event["start_us"] + event["us"]
     kind = class_of(event["name"])
     print(f"{event['start_us']:8.2f} to {stop:7.2f} µs  {kind:10} {event['name'][:32]}")
-print(f"... {len(events)} events, the last one ends at {stop + 0:.0f} µs" if 0 else "...")
+print(f"... {len(events)} events in all")
 
 # %% [markdown]
 # The kernels overlap: each is started while the one before it still runs (notebook 08). So their
-# lengths do not add up to the time of the step. What you want to know is for how long *at least one*
-# of them ran, and whose time that was.
+# lengths do not add up to the time of the step. What you want to know is for how long *at least
+# one* of them ran, and whose time that was.
 #
 # Write it. `events` is a list in the order of `start_us`; each has `name`, `start_us` and `us`, its
 # length. The result is a dict with a number for every class in `CLASSES`, and for `"rest"`, in
@@ -154,18 +155,19 @@ show("nanoteach.bench.kernels.covered_us")
 # %%
 steps = recorded("timeline_h200")["steps"]
 for name in ("stage 7, eager", "stage 8, eager", "stage 8, graph"):
-    events = steps[name]["events"]
-    lengths, covered = sum(event["us"] for event in events), sum(covered_us(events).values())
-    end = max(event["start_us"] + event["us"] for event in events)
+    lengths = sum(event["us"] for event in steps[name]["events"])
+    covered = sum(covered_us(steps[name]["events"]).values())
+    wall = statistics.median(steps[name]["wall_us"])
+    idle = max(0.0, 1 - covered / wall)
     print(
-        f"{name}: {len(events):5} events, {lengths:6,.0f} µs of lengths, {covered:6,.0f} with a "
-        f"kernel running, {end:7,.0f} from first to last: idle {1 - covered / end:4.0%}"
+        f"{name}: lengths {lengths:5,.0f} µs, a kernel running {covered:5,.0f}, the step without "
+        f"a profiler {wall:6,.0f}: idle {idle:4.0%}"
     )
 
 # %% tags=["nbval-ignore-output"]
 reveal(
     "H200, of one request's decode step: the time in which no kernel runs",
-    100 * (1 - covered / end),
+    100 * idle,
     "%",
 )
 
@@ -177,15 +179,15 @@ quiz(
     "1. In stage 7 the GPU is idle most of the time of a step. What is it waiting for?",
     ["for memory: K/V are far apart", "for the host, which launches kernels", "for the sampler"],
     answer=1,
-    because="Over a thousand launches of about 10 to 20 µs each, for kernels of 2 µs. In the graph "
+    because="Over a thousand launches of some 20 µs each, for kernels of 2 µs. In the graph "
     "the same GPU does the step in a fraction of the time.",
 )
 quiz(
     "2. In the last line it is hardly idle at all. Is the step as fast as it can be?",
     ["yes: a kernel is always running", "no: a running kernel may be waiting, too"],
     answer=1,
-    because="A kernel that waits for memory, or for the kernel before it, runs. Hold its time beside "
-    "what its bytes take.",
+    because="A kernel that waits for memory, or for the kernel before it, runs. Hold its time "
+    "beside what its bytes take.",
 )
 
 # %% [markdown]
@@ -208,8 +210,8 @@ pictures_11.kernels(found)
 # give the line. An example by hand: 1 GB took 1.5 s, and 3 GB took 2.5 s. So 2 GB more took 1 s
 # more: 2 GB/s. At that rate 1 GB takes 0.5 s. It took 1.5, so 1 s is overhead.
 #
-# `few` and `many` are `Point`s: `few.cost.bytes`, `few.seconds`. Return the overhead in seconds, and
-# the bytes a second.
+# `few` and `many` are `Point`s: `few.cost.bytes`, `few.seconds`. Return the overhead in seconds,
+# and the bytes a second.
 
 
 # %%
@@ -236,8 +238,8 @@ def line_through(few: Point, many: Point) -> tuple[float, float]:
 show("nanoteach.bench.calibrated.line_through")
 
 # %% [markdown]
-# The two steps are those of 1 and of 128 requests. One more point, 16 prompts of 1,024 tokens, gives
-# the FLOP rate that prompts reach. Nothing else is fitted.
+# The two steps are those of 1 and of 128 requests. One more point, 16 prompts of 1,024 tokens,
+# gives the FLOP rate that prompts reach. Nothing else is fitted.
 
 # %%
 few, many = (recording.decode_point(f"batch {n} x (1,024 + 256)") for n in (1, 128))
@@ -259,17 +261,18 @@ reveal(name, 1e6 * overhead, "µs")
 
 # %%
 launches = found.row("kernels, batch 1", "launches").median
-for row in found.named("a chain of small kernels", "one kernel, its start overlapped"):
-    print(
-        f"a kernel without work {row.median:.2f} µs; {launches:.0f} of them {launches * row.median:.0f} µs"
-    )
+empty = found.row("a chain of small kernels", "one kernel, its start overlapped").median
 idle = found.row("kernels, batch 1", "GPU idle").median
-print(f"the GPU without any kernel, between two steps: {idle:.0f} µs")
+attention = found.row("kernels, batch 1", "attention")
+print(f"a kernel without work {empty:.2f} µs, so {launches:.0f} of them {launches * empty:.0f} µs")
+print(f"no kernel at all, from one step to the next: {idle:.0f} µs")
+print(f"attention {attention.median:.0f} µs, where its bytes take {attention.bound:.0f}")
 
 # %% [markdown]
-# A step of one request is a chain of kernels, each of which waits for the one before. To be started,
-# to wait, to write: that is a good part of a microsecond each, whatever the kernel does. The host is
-# no part of it any more.
+# A step of one request is a chain of kernels, each of which waits for the one before. To be
+# started, to wait, to write: that is a good part of a microsecond each, whatever the kernel does,
+# and more than half of the overhead. Most of the rest sits in attention, whose kernels take far
+# longer than their bytes. The host is no part of it any more: the GPU is never idle.
 #
 # ### Turn the knobs
 #
@@ -301,9 +304,9 @@ for explorer.overhead, explorer.bandwidth in ((0, 100), (250, 82), (400, 82)):
 # one feels.
 #
 # `seconds` has the time of each part of a step, one after the other; `bounds` has the least that a
-# part can take. A part that is not in `bounds` could be gone altogether: its bound is 0. A part that
-# is faster than its bound gains nothing. For each part of `seconds`, give how many times as fast the
-# step would be.
+# part can take. A part that is not in `bounds` could be gone altogether: its bound is 0. A part
+# that is faster than its bound gains nothing. For each part of `seconds`, give how many times as
+# fast the step would be.
 #
 # By hand: parts of 6, 3 and 1. The first could take 2. Then the step takes 6 instead of 10: 1.67
 # times as fast.
@@ -350,8 +353,8 @@ quiz(
     "3. One request at a time, for a voice assistant. Where do you begin?",
     ["with attention at batch 1", "with the products", "with the sampling"],
     answer=0,
-    because="Its 29 µs of bytes take over 250: 56 short kernels in a row, which wait for each other. "
-    "Fewer, longer kernels are the way; see notebook 08.",
+    because="Its bytes would take a tenth of its time: 56 short kernels in a row, which wait for "
+    "each other. Fewer, longer kernels are the way; see notebook 08.",
 )
 quiz(
     "4. 256 requests, all day. Where do you begin?",
@@ -409,12 +412,13 @@ for name, make in EXPERIMENTS.items():
     print(f"{name:11} {len(make(qwen.vocab_size, False)):2} cases")
 
 # %% [markdown]
-# In every picture blue is measured on the H200, the grey tick is the bound, and the orange diamond is
-# the calibrated model. Both predictions are the engine's own scheduler on a virtual clock, so they
-# know about waiting, chunks and preemptions. What they do not know is how long a step really takes.
+# In every picture blue is measured on the H200, the grey tick is the bound, and the orange diamond
+# is the calibrated model. Both predictions are the engine's own scheduler on a virtual clock, so
+# they know about waiting, chunks and preemptions. What they do not know is how long a step really
+# takes.
 #
-# **A · Cold prompts.** The green line is the layers' matrix products alone, at that number of tokens:
-# what attention, norms and the host do not touch.
+# **A · Cold prompts.** The green line is the layers' matrix products alone, at that number of
+# tokens: what attention, norms and the host do not touch.
 
 # %% tags=["nbval-ignore-output"]
 pictures_11.prefill(found)
@@ -448,8 +452,8 @@ for row in found.named("batch", "time with prompts"):
 pictures_11.nano(found)
 
 # %% [markdown]
-# **Static against continuous batching** (notebook 04). The same kernels and graphs; only who may come
-# in differs.
+# **Static against continuous batching** (notebook 04). The same kernels and graphs; only who may
+# come in differs.
 
 # %% tags=["nbval-ignore-output"]
 pictures_11.static(found)
@@ -461,8 +465,8 @@ pictures_11.static(found)
 pictures_11.packed(found)
 
 # %% [markdown]
-# **Pages** (notebook 03). No GPU needed: counts are counts. A request wastes half a block on average,
-# less half a slot. That is 7.5 slots with blocks of 16.
+# **Pages** (notebook 03). No GPU needed: counts are counts. A request wastes half a block on
+# average, less half a slot. That is 7.5 slots with blocks of 16.
 
 # %% tags=["nbval-ignore-output"]
 pictures_11.paged(found)
@@ -486,9 +490,9 @@ print(f"tokens computed: {times('computed', off, on):.1f} times fewer")
 print(f"median TTFT:     {times('TTFT', off, on):.1f} times less")
 
 # %% [markdown]
-# **Chunked prefill** (notebook 06). Sixteen requests decode; then six prompts of 2,048 tokens come at
-# once. The numbers are of the *window* in which they are read, and apart from it. Prompts first, with
-# the same budget, is what decodes first saves you from.
+# **Chunked prefill** (notebook 06). Sixteen requests decode; then six prompts of 2,048 tokens come
+# at once. The numbers are of the *window* in which they are read, and apart from it. Prompts first,
+# with the same budget, is what decodes first saves you from.
 
 # %% tags=["nbval-ignore-output"]
 pictures_11.chunked(found)
@@ -501,17 +505,18 @@ for loop in ("decodes first", "plain loop"):
         print(f"   six TTFTs are {1 / times('TTFT', *pair):.1f} times as long: that is the price")
 
 # %% [markdown]
-# **Preemption** (notebook 04). What too small a pool costs: tokens that are computed twice, and seats
-# that stay empty.
+# **Preemption** (notebook 04). What too small a pool costs: tokens that are computed twice, and
+# seats that stay empty.
 
 # %% tags=["nbval-ignore-output"]
 pictures_11.preemption(found)
 
 # %% [markdown]
 # **KV cache, CUDA graphs, the attention kernel** (notebooks 02, 08, 07). These pictures are about
-# engines without graphs, and there both predictions are off by ten and more. On this GPU a cache that
-# saves 30 of 31 tokens gains *nothing* for one short request: the step is as long as its launches,
-# whether it computes one token or five hundred. Only at 8,192 tokens is there something to save.
+# engines without graphs, and there both predictions are off by ten and more. On this GPU a cache
+# that saves 30 of 31 tokens gains *nothing* for one short request: the step is as long as its
+# launches, whether it computes one token or five hundred. Only at 8,192 tokens is there something
+# to save.
 
 # %% tags=["nbval-ignore-output"]
 pictures_11.kv_cache(found)
@@ -523,8 +528,8 @@ pictures_11.graphs(found)
 pictures_11.backends(found)
 
 # %% [markdown]
-# Where the host's time goes, by named range. A step of stage 8 is prepared while the one before runs,
-# so *waiting* is good news: the GPU is busy. A trace of your own engine is one option away,
+# Where the host's time goes, by named range. A step of stage 8 is prepared while the one before
+# runs, so *waiting* is good news: the GPU is busy. A trace of your own engine is one option away,
 # `--profile`, and opens in [Perfetto](https://ui.perfetto.dev).
 
 # %% tags=["nbval-ignore-output"]
@@ -533,8 +538,8 @@ pictures_11.profiles(found)
 # %% [markdown]
 # ### Is it the bytes, really?
 #
-# One doubt is left. We *count* bytes: W + B · KV(T). Does the GPU move as many? Its own counters were
-# read, with Nsight Compute, for one decode step:
+# One doubt is left. We *count* bytes: W + B · KV(T). Does the GPU move as many? Its own counters
+# were read, with Nsight Compute, for one decode step:
 
 # %% tags=["nbval-ignore-output"]
 moved = [Row(**row) for row in recorded("dram_h200")["rows"]]
@@ -547,7 +552,8 @@ for row in moved:
     )
 
 # %% [markdown]
-# Within a few percent. The model of the bytes is right; what it does not know is how fast they come.
+# Within a few percent. The model of the bytes is right; what it does not know is how fast they
+# come.
 #
 # ## All points
 #
@@ -571,14 +577,14 @@ for cause, count in causes.most_common():
 # gains.
 #
 # **Where it fails.** Small steps. Its overhead is one number, and belongs to a decode step of one
-# request; a prompt of 256 tokens has other kernels, and more of the host. Batches from 4 to 32, whose
-# products read weights slower than one row does. And every engine without graphs, whose steps cost
-# what their launches cost.
+# request; a prompt of 256 tokens has other kernels, and more of the host. Batches from 4 to 32,
+# whose products read weights slower than one row does. And every engine without graphs, whose steps
+# cost what their launches cost.
 #
 # **What stays unresolved.** Points without a cause above, if there are any, stand in
-# `notes/reality.md` under that word. One GPU, one model, one driver; nobody has tried whether the three
-# numbers carry over to another card. And the time of attention at batch 1: its kernels overlap, so how
-# much of it is waiting for the kernel before is a guess.
+# `notes/reality.md` under that word. One GPU, one model, one driver; nobody has tried whether the
+# three numbers carry over to another card. And the time of attention at batch 1: its kernels
+# overlap, so how much of it is waiting for the kernel before is a guess.
 #
 # ## On this machine
 #
@@ -594,32 +600,26 @@ for row in bench.run():
 # %% [markdown]
 # ## Bug clinic
 #
-# The patient is a benchmark. It measures the TTFT of 1, 2, 4, ... requests at once, one after the
-# other on the same engine, as one does. The engine is ours with prefix caching on, as is usual, on the
-# virtual clock: prompts of 512 tokens, a pool of 640 blocks. It reports this curve.
+# The patient is a benchmark. It measures how fast prompts are read: 1, 2, 4 and up to 128 of them,
+# one size after the other on the same engine, as one does. The engine is ours with prefix caching
+# on, as is usual, on the virtual clock: prompts of 512 tokens, 16 seats, a pool of 1,100 blocks.
+# This is what it reports.
 
 # %%
-SIZES = (1, 2, 4, 8, 16, 32)
-
-
-def an_engine():
-    """An engine on a clock, without a model."""
-    log = StepLog(VirtualClock(qwen, h200))
-    scheduler = ChunkedPrefillScheduler(PrefixCachingBlockManager(1100, 16), 64, 16_384)
-    return EngineCore(scheduler, NoModel(qwen), 1024, clock=log), log
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def curve(prompts_of_cell):
-    """The mean TTFT in ms of every cell of the sweep, and the tokens that were found cached."""
-    core, log = an_engine()
-    cells = []
+    """Of every size: thousand prompt tokens a second, and tokens that were found in the cache."""
+    log = StepLog(VirtualClock(qwen, h200))
+    scheduler = ChunkedPrefillScheduler(PrefixCachingBlockManager(1100, 16), 16, 16_384)
+    core, cells = EngineCore(scheduler, NoModel(qwen), 1024, clock=log), []
     for cell, size in enumerate(SIZES):
-        before = core.scheduler.num_prefix_hits
-        workload = Workload("cell", prompts_of_cell(size, cell), [8] * size)
+        before = scheduler.num_prefix_hits
+        workload = Workload("cell", prompts_of_cell(size, cell), [1] * size)
         run = serve(core, workload, log)
-        waits = first_tokens(workload, run)
-        hits = core.scheduler.num_prefix_hits - before
-        cells.append((size, 1000 * sum(waits) / size, hits))
+        speed = 512 * size / (run.end - run.start) / 1000
+        cells.append((size, speed, scheduler.num_prefix_hits - before))
     return cells
 
 
@@ -628,13 +628,20 @@ def prompts_of_patient(size, cell):
     return draw_prompts([512] * size, qwen.vocab_size, seed=0)
 
 
-for size, wait, _ in curve(prompts_of_patient):
-    print(f"{size:3} at once: TTFT {wait:5.2f} ms, {wait / size:5.2f} ms for each request")
+for size, speed, _ in curve(prompts_of_patient):
+    print(f"{size:4} prompts: {speed:7,.0f} thousand tokens/s")
 
 # %% [markdown]
-# Hold it beside the cost model: 512 tokens are about 0.6 ms of work, and nothing is shared. Between
-# which lines is the curve too good? Which number of a trace would give it away? Write your diagnosis
-# down. Then mend the function, and run the cell.
+# Hold it beside the bound of notebook 00, for these prompts on this GPU:
+
+# %%
+bound = 512 / step_cost(qwen, [Work(512, 0)]).seconds(h200) / 1000
+print(f"at most {bound:,.0f} thousand tokens/s")
+
+# %% [markdown]
+# A clock that takes exactly the bound for every step can't be faster than the bound. Where is the
+# curve too good? Which number would give it away? And why not in the last line? Write your
+# diagnosis down. Then mend the function, and run the cell.
 
 
 # %%
@@ -643,44 +650,44 @@ def prompts_mended(size, cell):
     return draw_prompts([512] * size, qwen.vocab_size, seed=0)
 
 
-alone = 1000 * step_cost(qwen, [Work(512, 0)]).seconds(h200)
-for size, wait, hits in curve(prompts_mended):
-    print(f"{size:3} at once: {wait / size:5.2f} ms for each, {hits:6,} tokens found in the cache")
+for size, speed, hits in curve(prompts_mended):
+    print(f"{size:4} prompts: {speed:7,.0f} thousand tokens/s, {hits:6,} tokens found in the cache")
 ill = any(hits for _, _, hits in curve(prompts_mended))
 print("still ill: it measures the cache" if ill else "well again: every prompt was computed")
 
 # %% [markdown]
 # <details><summary>The diagnosis</summary>
 #
-# The seed is fixed, so each cell begins with the same prompts as the one before: of 4 prompts, 2 were
-# computed a moment ago. The engine finds them in its cache, and the bench measures that. The last
-# line of each cell's trace says so: tokens found. It is worst in the middle: once the prompts of a
-# cell no longer fit into the pool, the cache forgets them before they come again. So the curve is not
-# shifted, it is bent.
+# The seed is fixed, so every size begins with the prompts of the one before: of 4 prompts, 2 were
+# computed a moment ago. The engine finds them in its cache, and the bench measures that: half of
+# all tokens are found. Only with 128 prompts the curve is honest, by chance. The pool holds some 34
+# prompts; of the 64 before, those are the last ones, and they are forgotten before their turn comes
+# again. So the curve is not shifted, it is bent: whoever reads it believes that 128 prompts are
+# read at half the speed of 64.
 #
-# Either other prompts in every cell:
+# Either other prompts for every size:
 #
 # ```python
 #     return draw_prompts([512] * size, qwen.vocab_size, seed=cell)
 # ```
 #
-# or an empty cache, or caching off. And whatever you do: refuse a number when the counter of hits is
-# not what it should be. Ours does, see `check_counts`.
+# or an empty cache, or caching off. And whatever you do: refuse a number when the counter of hits
+# is not what it should be. Ours does, see `check_counts`.
 #
 # </details>
 #
-# It is a real one. vLLM's own benchmark draws its random prompts from a fixed seed, and a server keeps
-# prefixes by default, so a sweep in a loop measured its cache: [issue
-# 52884](https://github.com/vllm-project/vllm/issues/52884) reports up to 86% too much throughput, and
-# [issue 54227](https://github.com/vllm-project/vllm/issues/54227) a TTFT that was 49 times too short,
-# with the largest error in the middle of the sweep. The
-# [mend](https://github.com/vllm-project/vllm/pull/53920) reads the hit counters before and after, and
-# warns.
+# It is a real one. vLLM's own benchmark draws its random prompts from a fixed seed, and a server
+# keeps prefixes by default, so a sweep in a loop measured its cache: [issue
+# 52884](https://github.com/vllm-project/vllm/issues/52884) reports up to 86% too much throughput,
+# and [issue 54227](https://github.com/vllm-project/vllm/issues/54227) a TTFT that was 49 times too
+# short, with the largest error in the middle of the sweep. The
+# [mend](https://github.com/vllm-project/vllm/pull/53920) reads the hit counters before and after,
+# and warns.
 #
 # ## What moved
 #
-# - A bound says what is possible, a calibrated model what to expect. Where the second misses, measure
-#   once more: the miss is information.
+# - A bound says what is possible, a calibrated model what to expect. Where the second misses,
+#   measure once more: the miss is information.
 # - Overhead is a thing: so many kernels, each with a start and an end.
 # - Before you make a part faster, ask what the whole would gain.
 # - A number without its precondition (cold? preempted? graphs?) is a number of something else.
@@ -697,7 +704,8 @@ print("still ill: it measures the cache" if ill else "well again: every prompt w
 #
 # ### To read
 #
-# - Williams, Waterman and Patterson, [Roofline](https://dl.acm.org/doi/10.1145/1498765.1498785) (2009).
-# - Agrawal and others, [Vidur](https://arxiv.org/abs/2405.05465) (2024): a simulator of whole clusters,
-#   which predicts steps from measured kernels, as the next model after ours would.
+# - Williams, Waterman and Patterson, [Roofline](https://dl.acm.org/doi/10.1145/1498765.1498785)
+#   (2009).
+# - Agrawal and others, [Vidur](https://arxiv.org/abs/2405.05465) (2024): a simulator of whole
+#   clusters, which predicts steps from measured kernels, as the next model after ours would.
 # - `notes/reality.md`: every number of this notebook, with both errors.
