@@ -19,11 +19,14 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from experiments import PREDICTIONS, Experiments, missing
 
+from nanoteach.course.pictures import STYLE
 from nanoteach.results import RESULTS, recorded, source_hash
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
+REALITY = HERE.parent / "notes" / "reality.md"
 MODELS = ("tiny", "smollm2-135m")
 OURS, THEIRS, TEXT = "#2a6f97", "#b8bec6", "#3a3f45"
 
@@ -114,6 +117,12 @@ def svg(figure: Any) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
+def course_svg(figure: Any) -> str:
+    """A picture of the course, likewise."""
+    with plt.rc_context({**matplotlib.rcParamsDefault, **STYLE, "svg.hashsalt": "nanoteach"}):
+        return svg(figure)
+
+
 def gpu_table() -> str:
     """Every workload on the GPU beside the peers and the bound, as a Markdown table."""
     found, peers = recorded("bench_h200"), recorded("peers")
@@ -170,7 +179,7 @@ def fill(text: str, name: str, block: str) -> str:
     marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
     filled, count = marks.subn(lambda m: m[1] + block + "\n" + m[2], text)
     if count != 1:
-        raise SystemExit(f"README.md has no place for {name}")
+        raise SystemExit(f"there is no place for {name}")
     return filled
 
 
@@ -181,7 +190,15 @@ def outputs() -> dict[Path, str]:
         readme = fill(readme, f"ladder-{model}", ladder_table(model))
     readme = fill(readme, "scheduler", scheduler_line())
     readme = fill(readme, "gpu", gpu_table())
-    return {
+    made: dict[Path, str] = {}
+    if not {"experiments_h200", "engines_h200"} & {*missing()}:
+        experiments = Experiments()
+        readme = fill(readme, "reality", experiments.claims())
+        made = experiments.figures(course_svg) | {
+            PREDICTIONS: experiments.predictions(),
+            REALITY: fill(REALITY.read_text(), "reality", experiments.all_rows()),
+        }
+    return made | {
         HERE / "ladder.svg": draw_ladders(),
         HERE / "ladder_h200.svg": draw_gpu_ladder(),
         README: readme,
@@ -197,6 +214,8 @@ def main() -> int:
         measured = json.loads(path.read_text()).get("environment")  # peers.json has none
         if measured and measured["sources"] != source_hash():
             print(f"{path.name} is older than the code")
+    for name in missing():
+        print(f"{name}.json is missing: its experiments are left out")
     changed = {
         path: text
         for path, text in outputs().items()
@@ -205,6 +224,7 @@ def main() -> int:
     for path, text in changed.items():
         print(f"{path.name} {'differs from its results' if check else 'written'}")
         if not check:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text)
     return 1 if check and changed else 0
 

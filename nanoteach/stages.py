@@ -305,7 +305,19 @@ GPU_STAGES = [
 LADDER = [*STAGES, *GPU_STAGES]
 """Each is faster than the one before."""
 
-COURSE = [*LADDER, Stage(9, "sampling", ("sampling_filters", "sampling_tail"), build_engine)]
+
+def build_judged(parts: Parts) -> Generator:
+    """Stage 11: the engine, and a bench around it."""
+    from nanoteach.bench.judged import JudgedEngine
+
+    return JudgedEngine(parts)
+
+
+COURSE = [
+    *LADDER,
+    Stage(9, "sampling", ("sampling_filters", "sampling_tail"), build_engine),
+    Stage(11, "does_the_model_match_reality", (), build_judged),
+]
 """All that the course builds. What comes after the ladder does more, and is not faster."""
 
 

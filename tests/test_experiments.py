@@ -10,16 +10,30 @@ import torch
 
 from nanoteach import cli
 from nanoteach.bench import dram, kernels, peers, speed
-from nanoteach.bench.calibrated import Calibrated, Point, Recording, fit
+from nanoteach.bench.calibrated import Calibrated, Point, fit, line_through, possible_gains
 from nanoteach.bench.cases import EXPERIMENTS, Case, PrefillFirstScheduler, StaticScheduler
 from nanoteach.bench.counts import BLOCK_SIZES
 from nanoteach.bench.random_model import SHAPES
-from nanoteach.bench.serving import NoModel, Refused, check_counts, fresh_scheduler, simulate
-from nanoteach.bench.workloads import COUNTS, NAMES, Served, Step, Times, Workload, alike, gaps
+from nanoteach.bench.recording import Recording
+from nanoteach.bench.serving import NoModel, Refused, check_counts, fresh_scheduler, serve, simulate
+from nanoteach.bench.table import Row
+from nanoteach.bench.workloads import (
+    COUNTS,
+    NAMES,
+    Served,
+    Step,
+    StepLog,
+    Times,
+    Workload,
+    alike,
+    gaps,
+    longest_two,
+)
 from nanoteach.config import EngineConfig
 from nanoteach.cost_model import Cost, VirtualClock, Work
 from nanoteach.engine_core import EngineCore
 from nanoteach.hardware import HARDWARE, Hardware
+from nanoteach.overlapped import OverlappedEngineCore
 
 TOY, H200 = SHAPES["toy"], HARDWARE["h200"]
 ROUND = Hardware("round", 1e12, 1e9, 1e9, "made up")
@@ -97,6 +111,8 @@ def test_a_budget_holds_for_both_orders(found: dict[str, Any]) -> None:
     assert number(found, "decodes first, 32", "largest step") == 32
     assert number(found, "decodes first, 16", "largest step") == 16
     assert number(found, "prompts first, 16", "largest step") == 16
+    assert number(found, "plain loop, 16", "largest step") == 16
+    assert number(found, "plain loop, unlimited", "largest step") == 2 * 64 + 3
 
 
 def test_a_pool_that_is_too_small_computes_twice(found: dict[str, Any]) -> None:
@@ -227,6 +243,22 @@ def test_a_wait_over_the_window_counts() -> None:
     workload = Workload("w", [[1], [2]], [5, 2], late=1, after=2)
     assert gaps(workload, times) == [5.0]  # from 2 to 7: it touches 3 to 6
     assert gaps(workload, times, inside=False) == [1.0, 1.0, 1.0]
+    assert longest_two(workload, times) == 6.0  # from 1 to 7, or 2 to 8
+
+
+def test_a_run_after_one_that_is_in_flight_is_refused() -> None:
+    case = Case("one", alike("one", 1, 5, 2, TOY.vocab_size))
+    runner: Any = NoModel(TOY)
+    log = StepLog(VirtualClock(TOY, ROUND))
+    scheduler = fresh_scheduler(case, 4, EngineConfig())
+    core = OverlappedEngineCore(scheduler, runner, 64, clock=log)
+    seq = core.add_request("a", [1] * 5, case.workload.params[0])
+    core.step()
+    core.flight = core.flight or Any  # whatever abort does about it
+    with pytest.raises(Refused, match="in flight"):
+        serve(core, case.workload, log)
+    kernels.drop(core, [seq])
+    assert serve(core, case.workload, log).computed == 6
 
 
 # --- predictions ---------------------------------------------------------------------------------
@@ -240,6 +272,18 @@ def test_the_fit_by_hand() -> None:
     assert found.hardware.read_bandwidth == pytest.approx(2e9)
     assert found.hardware.flops == pytest.approx(2e12)
     assert found.seconds(Cost(10**12, 4 * 10**9)) == pytest.approx(1.0 + 2.0)
+
+
+def test_a_line_by_hand() -> None:
+    # 2 GB more in 1 s more; 1 GB would take half a second, and took 1.5.
+    found = line_through(Point(Cost(0, 10**9), 1.5), Point(Cost(0, 3 * 10**9), 2.5))
+    assert found == (pytest.approx(1.0), pytest.approx(2e9))
+
+
+def test_gains_by_hand() -> None:
+    # 10 in all. Without the 4 that `a` takes over its bound: 6. Without `b`, which has none: 7.
+    gains = possible_gains({"a": 6.0, "b": 3.0, "c": 1.0}, {"a": 2.0, "c": 5.0})
+    assert gains == {"a": pytest.approx(10 / 6), "b": pytest.approx(10 / 7), "c": 1.0}
 
 
 def test_points_that_make_no_sense() -> None:
@@ -265,9 +309,7 @@ def test_a_model_that_made_the_numbers_misses_none() -> None:
             times = simulate(case, model, config, truth.clock(model, 2), overlapped=True)
             for metric in case.workload.metrics:
                 value = METRICS[metric][1](case.workload, times)
-                rows.append(
-                    {"workload": case.name, "metric": metric, "samples": [value], "bound": 1}
-                )
+                rows.append(asdict(Row(case.name, metric, METRICS[metric][0], [value], 1.0)))
     recording = Recording(
         {
             "config": asdict(model) | {"vocab_size": model.vocab_size}, "rows": rows,

@@ -72,8 +72,9 @@ class PrefillFirstScheduler(ChunkedPrefillScheduler):
 class Case:
     """One engine on one workload. None: what the engine has. `name` is that of its rows.
 
-    perfect: its bound is a perfect engine's, and not that of its own schedule. preempts: that it
-    runs out of blocks is what it is about; elsewhere such a run is refused.
+    plain_loop: stage 4's loop around the engine's runner, which commits a step before it schedules
+    the next. perfect: its bound is a perfect engine's, and not that of its own schedule. preempts:
+    that it runs out of blocks is what it is about; elsewhere such a run is refused.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Case:
     budget: int | None = None
     max_num_seqs: int | None = None
     num_blocks: int | None = None
+    plain_loop: bool = False
     perfect: bool = False
     preempts: bool = False
 
@@ -149,14 +151,18 @@ def mixed_reuse(vocab_size: int, small: bool) -> Workload:
 
 
 def chunked(vocab_size: int, small: bool) -> list[Case]:
-    """Long prompts come together while others decode: three budgets, and at one both orders."""
+    """Long prompts come together while others decode: three budgets, and at one both orders.
+
+    Then the plain loop. Stage 8's commits a step while the next is launched, so one long wait of
+    its requests may show as two: of the token before the large step, and of that after it.
+    """
     early, prompt_len, out, late, long, after = (
         (3, 8, 24, 2, 64, 4) if small else (16, 128, 512, 6, 2048, 20)
     )
     prompts = draw_prompts([prompt_len] * early + [long] * late, vocab_size)
     metrics = (
-        "TTFT", "ITL p50", "ITL p99", "ITL max", "ITL p50 outside", "window", "output",
-        "largest step",
+        "TTFT", "ITL p50", "ITL p99", "ITL max", "two tokens", "ITL p50 outside", "window",
+        "output", "largest step",
     )  # fmt: skip
     workload = Workload(
         "chunked", prompts, [out] * early + [out // 16] * late, metrics, late=late, after=after
@@ -167,6 +173,8 @@ def chunked(vocab_size: int, small: bool) -> list[Case]:
         Case(f"decodes first, {more}", workload, budget=more),
         Case(f"decodes first, {few}", workload, budget=few),
         Case(f"prompts first, {few}", workload, scheduler=PrefillFirstScheduler, budget=few),
+        Case("plain loop, unlimited", workload, budget=unlimited, plain_loop=True),
+        Case(f"plain loop, {few}", workload, budget=few, plain_loop=True),
     ]
 
 

@@ -10,6 +10,7 @@ Knows: the profiler, graphs, names of kernels. Does not know: what a good share 
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -20,14 +21,25 @@ from torch.profiler import ProfilerActivity, profile
 from nanoteach.bench.graph_time import graph_us
 from nanoteach.bench.table import Row
 from nanoteach.config import EngineConfig
-from nanoteach.cost_model import Work, kv_bytes_per_token, layer_matrix_parameters, step_cost
+from nanoteach.cost_model import (
+    Cost,
+    Work,
+    attention_flops,
+    kv_bytes_per_token,
+    layer_matrix_parameters,
+    step_cost,
+)
 from nanoteach.engine_core import EngineCore
 from nanoteach.hardware import Hardware, measure_gemm, seconds_per_call
 from nanoteach.model import Decoder
+from nanoteach.overlapped import OverlappedEngineCore
+from nanoteach.sequence import Sequence
 from nanoteach.stages import Parts, build_graphs
 from nanoteach.types import SamplingParams
 
 BATCHES, HISTORY = (1, 4, 16, 64, 128, 256), 1024
+PROMPTS = ((1, 256), (1, 1024), (1, 2048), (1, 4096), (16, 1024), (4, 4096))
+MIXED = (16, 256)  # decodes, and the budget that they share with a prompt
 CHAIN = 100  # kernels
 CLASSES = {
     "attention": ("attention", "decode_kernel", "combine", "chunk_kernel"),
@@ -72,17 +84,35 @@ def decode_steps(
         core.step()
     for _ in range(warm):  # decodes that compile what is left to compile
         core.step()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(profiled + 2):
-            core.step()
-        torch.cuda.synchronize()
-    walls = []
-    for _ in range(timed):
-        start = time.perf_counter()
-        core.step()
-        walls.append(1e6 * (time.perf_counter() - start))
+    steps, walls = watch(core.step, profiled), time_of(core.step, timed)
+    drop(core, seqs)
+    return steps, walls
+
+
+def drop(core: EngineCore, seqs: list[Sequence]) -> None:
+    """End requests, and forget the step that was launched for them."""
     for seq in seqs:
         core.abort_request(seq.request_id)
+    if isinstance(core, OverlappedEngineCore):
+        core.flight = None
+
+
+def time_of(step: Callable[[], object], times: int) -> list[float]:
+    """Wall times in µs, after two that are not counted: nothing was in flight before them."""
+    walls = []
+    for _ in range(times + 2):
+        start = time.perf_counter()
+        step()
+        walls.append(1e6 * (time.perf_counter() - start))
+    return walls[2:]
+
+
+def watch(step: Callable[[], object], count: int) -> list[list[Event]]:
+    """The kernels and copies of `count` engine steps, each in order of start."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(count + 2):
+            step()
+        torch.cuda.synchronize()
     events = sorted(
         (event.time_range.start, event.time_range.elapsed_us(), event.name)
         for event in seen.events()
@@ -96,8 +126,8 @@ def decode_steps(
             {"name": name[:48], "start_us": round(start - step[0][0], 2), "us": round(us, 2)}
             for start, us, name in step
         ]
-        for step in steps[:profiled]
-    ], walls
+        for step in steps[:count]
+    ]
 
 
 def kernel_rows(
@@ -112,30 +142,78 @@ def kernel_rows(
     core = build_graphs(Parts(model, config))
     rows, launches = [], {}
     for batch in BATCHES:
-        if batch > config.max_num_seqs:
-            continue
-        steps, walls = decode_steps(core, batch, repeats, timed=20)
-        covered = [covered_us(step) for step in steps]
-        history = HISTORY + 50
-        whole = step_cost(model.config, [Work(1, history)] * batch, model.dtype.itemsize)
-        kv = batch * (history + 1) * kv_bytes_per_token(model.config, model.dtype.itemsize)
-        bounds = {
-            "attention": 1e6 * kv / hardware.read_bandwidth,
-            "products": 1e6 * (whole.bytes - kv) / hardware.read_bandwidth,
-        }
-        name = f"kernels, batch {batch}"
-        wall, busy = statistics.median(walls), [sum(step.values()) for step in covered]
-        bound = 1e6 * whole.seconds(hardware)
-        rows.append(Row(name, "step", "µs", walls, bound))
-        rows.append(Row(name, "GPU busy", "µs", busy, bound))
-        for kind in covered[0]:
-            rows.append(Row(name, kind, "µs", [step[kind] for step in covered], bounds.get(kind)))
-        rows.append(Row(name, "GPU idle", "µs", [max(0.0, wall - each) for each in busy]))
-        counted = Counter(class_of(event["name"]) for event in steps[0])
-        rows.append(Row(name, "launches", "kernels", [sum(counted.values())]))
-        launches[str(batch)] = dict(counted)
+        if batch <= config.max_num_seqs:
+            steps, walls = decode_steps(core, batch, repeats, timed=20)
+            name, work = f"kernels, batch {batch}", [Work(1, HISTORY + 50)] * batch
+            rows += step_rows(name, steps, walls, work, model, hardware)
+            launches[str(batch)] = dict(Counter(class_of(event["name"]) for event in steps[0]))
+    for count, length in PROMPTS:
+        if count * length <= config.max_num_batched_tokens:
+            steps, walls = prompt_steps(core, count, length, repeats)
+            name, work = f"kernels, prompts {count} x {length:,}", [Work(length, 0)] * count
+            rows += step_rows(name, steps, walls, work, model, hardware)
+    steps, walls = mixed_steps(core, repeats)
+    mixed = [Work(1, 150)] * MIXED[0] + [Work(MIXED[1] - MIXED[0], 1000, False)]
+    name = f"kernels, {MIXED[0]} decodes and {MIXED[1] - MIXED[0]} of a prompt"
+    rows += step_rows(name, steps, walls, mixed, model, hardware)
     rows += chain_rows(model, repeats)
     return rows, {"launches": launches, "history": HISTORY + 50}
+
+
+def prompt_steps(
+    core: EngineCore, count: int, length: int, repeats: int
+) -> tuple[list[list[Event]], list[float]]:
+    """Steps of cold prompts alone, as `decode_steps` has them. A wall time is that of a request."""
+
+    def serve() -> None:
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        for i in range(count):
+            core.add_request(str(i), list(range(length)), params)
+        while core.has_unfinished_requests():
+            core.step()
+
+    serve()
+    return watch(serve, repeats), time_of(serve, repeats)
+
+
+def mixed_steps(core: EngineCore, repeats: int) -> tuple[list[list[Event]], list[float]]:
+    """Steps of a small budget: decodes, and beside them a part of a long prompt."""
+    decodes, budget = MIXED
+    whole, core.scheduler.max_num_batched_tokens = core.scheduler.max_num_batched_tokens, budget
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    seqs = [core.add_request(str(i), list(range(100)), params) for i in range(decodes)]
+    while not all(seq.token_times for seq in seqs):
+        core.step()
+    seqs += [core.add_request(f"long {i}", list(range(3000)), params) for i in range(4)]
+    for _ in range(4):
+        core.step()
+    steps, walls = watch(core.step, repeats), time_of(core.step, 10)
+    drop(core, seqs)
+    core.scheduler.max_num_batched_tokens = whole
+    return steps, walls
+
+
+def step_rows(
+    name: str, steps: list[list[Event]], walls: list[float], work: list[Work], model: Decoder,
+    hardware: Hardware,
+) -> list[Row]:  # fmt: skip
+    """A step in µs: its wall time, the time in which the GPU ran, that of each class of kernel."""
+    covered, itemsize = [covered_us(step) for step in steps], model.dtype.itemsize
+    whole, pairs = step_cost(model.config, work, itemsize), attention_flops(model.config, work)
+    tokens = sum(part.num_computed + part.num_new for part in work)
+    kv = tokens * kv_bytes_per_token(model.config, itemsize)
+    bounds = {
+        "attention": 1e6 * Cost(pairs, kv).seconds(hardware),
+        "products": 1e6 * Cost(whole.flops - pairs, whole.bytes - kv).seconds(hardware),
+    }
+    busy, bound = [sum(step.values()) for step in covered], 1e6 * whole.seconds(hardware)
+    rows = [Row(name, "step", "µs", walls, bound), Row(name, "GPU busy", "µs", busy, bound)]
+    for kind in covered[0]:
+        rows.append(Row(name, kind, "µs", [step[kind] for step in covered], bounds.get(kind)))
+    wall = statistics.median(walls)
+    rows.append(Row(name, "GPU idle", "µs", [max(0.0, wall - each) for each in busy]))
+    rows.append(Row(name, "launches", "kernels", [len(steps[0])]))
+    return rows
 
 
 def chain_rows(model: Decoder, repeats: int) -> list[Row]:

@@ -25,7 +25,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from nanoteach.bench.cases import Case
-from nanoteach.bench.kernels import covered_us
+from nanoteach.bench.kernels import Event, covered_us, drop
 from nanoteach.engine_core import EngineCore
 from nanoteach.sequence import Sequence
 
@@ -39,6 +39,7 @@ class Ranges:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(RANGES, 0.0)
         self.inside: list[float] = []  # of every open range, what the ranges in it have taken
+        self.events: list[Event] = []  # every range that is not inside another
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as a range of this name."""
@@ -54,6 +55,9 @@ class Ranges:
                 self.seconds[name] += lasted - self.inside.pop()
                 if self.inside:
                     self.inside[-1] += lasted
+                else:
+                    event = {"name": name, "start_us": 1e6 * begin, "us": 1e6 * lasted}
+                    self.events.append(event)
 
         return ranged
 
@@ -152,8 +156,7 @@ def profile_steps(core: EngineCore, case: Case, path: Path) -> Profile:
         if on_gpu:
             torch.cuda.synchronize()
         wall = time.perf_counter() - begin
-    for seq in seqs:
-        core.abort_request(seq.request_id)
+    drop(core, seqs)
     path.parent.mkdir(parents=True, exist_ok=True)
     seen.export_chrome_trace(str(path))
     kernels = sorted(

@@ -59,6 +59,8 @@ def serve(engine: Generator, workload: Workload, log: StepLog) -> Times:
         outputs = engine.generate(workload.prompts, workload.params)
         check_lengths(workload, [len(output) for output in outputs])
         return Times(start, log.now(), log.steps, [], sum(step.tokens for step in log.steps))
+    if getattr(engine, "flight", None):
+        raise Refused("a step of the run before is still in flight")
     before, start = engine.num_computed_tokens, log.now()
     requests = list(zip(workload.prompts, workload.params, strict=True))
     seqs, early = [], workload.early
@@ -135,6 +137,15 @@ class NoModel:
         return self.launch(scheduled).result()
 
 
+def loop_of(case: Case, engine: EngineCore) -> EngineCore:
+    """The engine that the case asks for: as it is, or its runner in the plain loop."""
+    if not case.plain_loop:
+        return engine
+    return EngineCore(
+        engine.scheduler, engine.runner, engine.max_model_len, engine.eos_token_ids, engine.clock
+    )
+
+
 def simulate(
     case: Case, model: ModelConfig, config: EngineConfig, clock: Clock, overlapped: bool
 ) -> Times:
@@ -143,7 +154,7 @@ def simulate(
     if case.engine in ("stage 1", "stage 2"):
         return alone(case.workload, log, cached=case.engine == "stage 2")
     scheduler = fresh_scheduler(case, config.num_gpu_blocks_override or AMPLE, config)
-    core = OverlappedEngineCore if overlapped else EngineCore
+    core = OverlappedEngineCore if overlapped and not case.plain_loop else EngineCore
     runner: Any = NoModel(model)
     longest = config.max_model_len or model.max_position
     return serve(core(scheduler, runner, longest, clock=log), case.workload, log)

@@ -21,7 +21,7 @@ from nanoteach.bench.kernels import gemm_rows, kernel_rows
 from nanoteach.bench.peers import peer_rows
 from nanoteach.bench.profiling import Profile, profile_steps
 from nanoteach.bench.random_model import random_model
-from nanoteach.bench.serving import Refused, check_counts, fresh_scheduler, serve, simulate
+from nanoteach.bench.serving import Refused, check_counts, fresh_scheduler, loop_of, serve, simulate
 from nanoteach.bench.table import Row
 from nanoteach.bench.workloads import (
     METRICS,
@@ -251,6 +251,7 @@ class Bench:
         """One run, from the first request to the last token. Raises Refused, or ValueError."""
         if isinstance(engine, EngineCore):
             engine.scheduler = fresh_scheduler(case, pool_of(engine).k.shape[1], config)
+            engine = loop_of(case, engine)
         times = serve(engine, case.workload, self.log)
         check_counts(case, times)
         self.bar.update()

@@ -176,6 +176,15 @@ def gaps(workload: Workload, times: Times, inside: bool = True) -> list[float]:
     )
 
 
+def longest_two(workload: Workload, times: Times) -> float:
+    """The longest time that an early request needs for two tokens in a row."""
+    return max(
+        c - a
+        for request in times.requests[: workload.early]
+        for a, c in zip(request.times, request.times[2:], strict=False)
+    )
+
+
 def percentile(values: list[float], percent: int) -> float:
     """Of sorted values: the smallest that so many percent do not exceed."""
     return values[-(-percent * len(values) // 100) - 1]
@@ -199,6 +208,7 @@ METRICS: dict[str, tuple[str, Callable[[Workload, Times], float]]] = {
     "ITL p50": ("s", lambda w, t: percentile(gaps(w, t), 50)),
     "ITL p99": ("s", lambda w, t: percentile(gaps(w, t), 99)),
     "ITL max": ("s", lambda w, t: gaps(w, t)[-1]),
+    "two tokens": ("s", longest_two),
     "ITL p50 outside": ("s", lambda w, t: percentile(gaps(w, t, inside=False), 50)),
     "window": ("s", lambda w, t: window(w, t)[1] - window(w, t)[0]),
     "steps": ("steps", lambda w, t: len(t.steps)),

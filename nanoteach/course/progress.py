@@ -245,9 +245,8 @@ def run_stage(trial: Trial, number: int, own: Mapping[str, Function], seconds: f
             eos = eos_token_ids(trial.folder)
             stage = Parts(model, trial.config(number), eos, model_clock)
             began = time.perf_counter()
-            tokens = (
-                COURSE[number - 1].build(stage).generate(trial.prompts, trial.params_of(number))
-            )
+            build = next(one.build for one in COURSE if one.number == number)
+            tokens = build(stage).generate(trial.prompts, trial.params_of(number))
             took = time.perf_counter() - began
             return Run(compare(trial.expected, tokens), took, model_clock.now())
     except TimeUp:

@@ -1,0 +1,112 @@
+"""Why the calibrated model misses a point: each cause with the measurement that shows it.
+
+A cause is given only where its measurement is there, and then with its numbers. `bench/kernels.py`
+has measured the steps; `graphs` has switched the graphs off.
+
+Knows: what else was measured. Does not know: the model.
+"""
+
+import math
+
+from nanoteach.bench.kernels import BATCHES, MIXED, PROMPTS
+from nanoteach.bench.recording import Judged, Recording
+
+MISS = 0.25
+NO_GRAPHS = ("no cache, ", "KV cache, ", "no graphs, ", "kernel, ", "gather, ")
+DECODES = {"static": 16, "preemption": 32, "nano": 256}
+"""About how many requests decode at once in these experiments."""
+
+
+def cause_of(row: Judged, found: Recording) -> str:
+    """Why this point is missed by more than MISS; empty where it is not, or where nobody knows."""
+    if abs(row.error) <= MISS:
+        return ""
+    case = row.case
+    if case.startswith(NO_GRAPHS):
+        return launches(found)
+    if row.experiment in ("batch", "graphs") and row.metric in ("output", "decode steps"):
+        return products(found, int(case.split(" x ")[0].split()[-1]))
+    if row.experiment in DECODES:
+        return products(found, DECODES[row.experiment])
+    if row.experiment == "chunked":
+        if row.metric in ("ITL p50 outside", "output"):
+            return products(found, 16)
+        if "unlimited" in case:
+            return two_commits(found)
+        return step(found, f"kernels, {MIXED[0]} decodes and {MIXED[1] - MIXED[0]} of a prompt")
+    if case.startswith("mixed reuse"):
+        return step(found, f"kernels, {MIXED[0]} decodes and {MIXED[1] - MIXED[0]} of a prompt")
+    return prompts(found, tokens_of(case))
+
+
+def tokens_of(case: str) -> int:
+    """Prompt tokens in a step of a case of `context`, `prefill`, `packed` or `prefix`."""
+    numbers = [int(word.replace(",", "")) for word in case.split() if word[0].isdigit()]
+    if case.startswith("context") or case.startswith("one by one"):
+        return numbers[0] if case.startswith("context") else numbers[-1]
+    if case.startswith("prefix"):
+        return 2048 if case.endswith("on") else 16_384
+    return math.prod(numbers)
+
+
+def launches(found: Recording) -> str:
+    """An engine without graphs waits for the host."""
+    slow, fast = (
+        found.rows.get((f"{words}, 1 x 1,024", "decode steps")) for words in ("no graphs", "graphs")
+    )
+    if not slow or not fast or not slow.samples or not fast.samples:
+        return ""
+    return (
+        "kernel by kernel the host launches, and the GPU waits: one request's decode step takes "
+        f"{1e6 / slow.median:,.0f} µs so and {1e6 / fast.median:,.0f} µs as a graph"
+    )
+
+
+def products(found: Recording, batch: int) -> str:
+    """The products of a step with few requests do not reach the bandwidth."""
+    near = min(BATCHES, key=lambda size: abs(math.log(size / batch)))
+    row = found.rows.get((f"kernels, batch {near}", "products"))
+    if not row or not row.samples or not row.bound:
+        return ""
+    return (
+        f"a decode step of {near} spends {row.median:,.0f} µs in its matrix products, "
+        f"whose bytes take {row.bound:,.0f}"
+    )
+
+
+def prompts(found: Recording, tokens: int) -> str:
+    """A step of cold prompts of about so many tokens."""
+    near = min(PROMPTS, key=lambda shape: abs(math.log(shape[0] * shape[1] / tokens)))
+    return step(found, f"kernels, prompts {near[0]} x {near[1]:,}")
+
+
+def step(found: Recording, name: str) -> str:
+    """Where the time of a watched step went."""
+    names = ("step", "GPU busy", "GPU idle", "products", "attention")
+    rows = [found.rows.get((name, metric)) for metric in names]
+    if not all(row and row.samples for row in rows):
+        return ""
+    whole, busy, idle, linear, attention = (row.median for row in rows if row)
+    bound = rows[0].bound if rows[0] else None
+    return (
+        f"a step of {name.removeprefix('kernels, ')} takes {whole:,.0f} µs: products "
+        f"{linear:,.0f}, attention {attention:,.0f}, all kernels {busy:,.0f}, and the GPU waits "
+        f"for the host for {idle:,.0f}" + (f"; the bound is {bound:,.0f}" if bound else "")
+    )
+
+
+def two_commits(found: Recording) -> str:
+    """The overlapped loop shows one long step as two waits."""
+    waits = [
+        found.rows.get((f"{loop}, unlimited", metric))
+        for loop in ("decodes first", "plain loop")
+        for metric in ("ITL max", "two tokens")
+    ]
+    if not all(row and row.samples for row in waits):
+        return ""
+    ahead, ahead_two, plain, plain_two = (1000 * row.median for row in waits if row)
+    return (
+        "a step is committed while the next is launched, so the wait for the large step shows as "
+        f"two: {ahead:.1f} ms at most and {ahead_two:.1f} for two tokens; in the plain loop "
+        f"{plain:.1f} and {plain_two:.1f}"
+    )
