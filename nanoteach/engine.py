@@ -37,8 +37,9 @@ Message = Mapping[str, str]
 class EngineStats:
     """What the engine holds now and has done so far.
 
-    num_cached_blocks counts the free blocks that a prefix hit could still use; prefix_hit_rate is
-    tokens found over tokens looked up; batch_sizes says how many steps had how many requests.
+    num_cached_blocks counts the free blocks that a prefix hit could still use; num_prefix_queries
+    and num_prefix_hits are tokens looked up and found, and prefix_hit_rate is their ratio;
+    batch_sizes says how many steps had how many requests.
     """
 
     num_blocks: int
@@ -49,6 +50,8 @@ class EngineStats:
     num_waiting: int
     num_preemptions: int
     num_computed_tokens: int
+    num_prefix_queries: int
+    num_prefix_hits: int
     prefix_hit_rate: float
     batch_sizes: dict[int, int]
 
@@ -71,7 +74,7 @@ class Request:
         # The token that stopped it is not part of the text.
         last = len(output) - 1 if reason == "stop" and self.stopped_at is None else len(output)
         before = len(self.detokenizer.text)
-        seen = len(self.detokenizer.token_ids)
+        seen = self.detokenizer.num_tokens
         self.detokenizer.extend(output[seen:last], final=reason is not None)
         if self.stopped_at is None:
             text, stops = self.detokenizer.text, self.seq.params.stop
@@ -86,8 +89,7 @@ class Request:
             return text[: self.stopped_at]
         if self.seq.finish_reason:
             return text
-        held_back = max((len(stop) - 1 for stop in stops), default=0)
-        return text[: max(0, len(text) - held_back)]
+        return text[: len(text) - max((overlap(text, stop) for stop in stops), default=0)]
 
     def output(self) -> RequestOutput:
         """What it has come to so far."""
@@ -101,7 +103,7 @@ class Request:
             finished=reason is not None,
             num_cached_tokens=seq.num_cached_tokens or 0,
             time_to_first_token=times[0] - seq.arrival_time if times else None,
-            inter_token_times=[b - a for a, b in itertools.pairwise(times)],
+            token_times=list(times),
         )
 
 
@@ -204,6 +206,21 @@ class Engine:
         )
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
+    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text, if it came as text, and its token ids."""
+        if isinstance(prompt, Mapping):
+            keys = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
+            if not keys or prompt.keys() - {"prompt_token_ids", "prompt"}:
+                raise ValueError(
+                    "a prompt in a dict has the key 'prompt' or 'prompt_token_ids' and no others, "
+                    f"not {list(prompt)} (cache_salt goes into SamplingParams)"
+                )
+            prompt = prompt[keys[0]]
+        if isinstance(prompt, str):
+            prompt.encode()  # a ValueError if it is no text, such as half a surrogate pair
+            return prompt, list(self.tokenizer.encode(prompt))
+        return None, as_token_ids(prompt)
+
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
@@ -242,7 +259,7 @@ class Engine:
         if request_id in self.requests:  # it may be done and have news for `step` still
             raise ValueError(f"request id {request_id!r} is in use: give each request its own")
         (params,) = one_for_each(sampling_params, 1)
-        text, token_ids = self._tokenize(prompt)
+        text, token_ids = self.tokenize(prompt)
         self._add(self.core.prepare(request_id, token_ids, params), text, owner="step")
 
     def step(self) -> list[RequestOutput]:
@@ -284,6 +301,8 @@ class Engine:
             num_waiting=len(scheduler.waiting),
             num_preemptions=scheduler.num_preemptions,
             num_computed_tokens=self.core.num_computed_tokens,
+            num_prefix_queries=scheduler.num_prefix_queries,
+            num_prefix_hits=scheduler.num_prefix_hits,
             prefix_hit_rate=scheduler.num_prefix_hits / max(1, scheduler.num_prefix_queries),
             batch_sizes=dict(self.core.batch_sizes),
         )
@@ -294,26 +313,11 @@ class Engine:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """A prompt's text, if it came as text, and its token ids."""
-        if isinstance(prompt, Mapping):
-            keys = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
-            if not keys or prompt.keys() - {"prompt_token_ids", "prompt"}:
-                raise ValueError(
-                    "a prompt in a dict has the key 'prompt' or 'prompt_token_ids' and no others, "
-                    f"not {list(prompt)} (cache_salt goes into SamplingParams)"
-                )
-            prompt = prompt[keys[0]]
-        if isinstance(prompt, str):
-            prompt.encode()  # a ValueError if it is no text, such as half a surrogate pair
-            return prompt, list(self.tokenizer.encode(prompt))
-        return None, as_token_ids(prompt)
-
     def _add_all(
         self, prompts: list[Prompt], params: list[SamplingParams], owner: str
     ) -> list[Request]:
         """Queue all requests, or none of them if one can't be served."""
-        tokenized = [self._tokenize(prompt) for prompt in prompts]
+        tokenized = [self.tokenize(prompt) for prompt in prompts]
         seqs = [
             self.core.prepare(self._new_id(owner), token_ids, p)
             for (_, token_ids), p in zip(tokenized, params, strict=True)
@@ -347,6 +351,12 @@ class Engine:
             self.core.abort_request(request.seq.request_id)
             self.requests.pop(request.seq.request_id, None)
             self.changed.pop(request.seq.request_id, None)
+
+
+def overlap(text: str, stop: str) -> int:
+    """How many characters at the text's end could become `stop`, which is not in it yet."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
