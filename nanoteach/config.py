@@ -23,7 +23,7 @@ SUPPORTED = (
 )
 
 BACKENDS = ("auto", "sdpa", "triton", "flash_attn")
-LATER = ("top_p", "top_k", "min_p", "n", "logprobs", "presence_penalty")
+LEFT_OUT = ("min_p", "n", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 Options = TypeVar("Options")
 
@@ -50,8 +50,11 @@ def option_names(cls: type) -> tuple[str, ...]:
 def refuse_unknown(owner: str, given: Iterable[str], names: SequenceOf[str]) -> None:
     """Raise ValueError on a keyword that is none of `names`, with the nearest of them."""
     for name in given:
-        if name in LATER:
-            raise ValueError(f"{owner} has no option {name!r} yet: sampling comes in a later stage")
+        if name in LEFT_OUT:
+            raise ValueError(
+                f"{owner} has no option {name!r}: of vLLM's sampling there are temperature, top_k, "
+                "top_p, seed and logprobs"
+            )
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"options are {', '.join(names)}"

@@ -12,6 +12,7 @@ Knows: which graph serves a step, when a result is on the host. Does not know: w
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,6 +22,7 @@ from tqdm import tqdm
 
 from nanoteach.block_manager import blocks_needed
 from nanoteach.scheduler import Scheduled
+from nanoteach.sequence import Sequence
 from nanoteach.step_inputs import (
     DECODE_SIZES,
     MIXED_SIZES,
@@ -33,6 +35,7 @@ from nanoteach.step_inputs import (
     sizes_up_to,
 )
 from nanoteach.tiled_attention import choose_splits, tile_tokens
+from nanoteach.types import Logprob
 
 if TYPE_CHECKING:
     from nanoteach.fused_decoder import FusedDecoder
@@ -42,9 +45,22 @@ if TYPE_CHECKING:
 class Recorded(Protocol):
     """A step that can be run again, on what its buffers hold by then."""
 
-    def replay(self) -> None:
-        """Run it."""
+    def replay(self) -> Tensor:
+        """Run it. The result is that of the decoder's `run`."""
         ...
+
+
+@dataclass
+class Replay:
+    """A graph, and where in its memory its result lies."""
+
+    graph: torch.cuda.CUDAGraph
+    hidden: Tensor
+
+    def replay(self) -> Tensor:
+        """See `Recorded`."""
+        self.graph.replay()
+        return self.hidden
 
 
 @dataclass
@@ -54,18 +70,37 @@ class Rerun:
     decoder: "FusedDecoder | PlainDecoder"
     inputs: StepInputs
 
-    def replay(self) -> None:
+    def replay(self) -> Tensor:
         """See `Recorded`."""
-        self.decoder.run(self.inputs)
+        return self.decoder.run(self.inputs)
+
+
+ReadLogprobs = Callable[[], dict[int, dict[int, Logprob]]]
+
+
+class Tail(Protocol):
+    """Chooses the tokens of requests anew that want more than a graph does: see stage 9."""
+
+    def launch(self, turn: int, hidden: Tensor, parts: list[tuple[int, Sequence]]) -> ReadLogprobs:
+        """Do it for these rows of a step, without waiting."""
+        ...
+
+    def try_out(self, hidden: Tensor) -> None:
+        """Take the most memory that it ever takes."""
+        ...
 
 
 @dataclass
 class PendingTokens:
-    """A step that has been launched. `result` waits for it."""
+    """A step that has been launched. `result` waits for it.
+
+    logprobs: after that, those of the requests that asked for them, by their place in the step.
+    """
 
     gives_token: list[bool]
     host: Tensor
     done: torch.cuda.Event | None
+    logprobs: ReadLogprobs = dict
 
     def result(self) -> list[int | None]:
         """The next token of each request, or None for one that has more of its prompt to go."""
@@ -86,8 +121,9 @@ class GraphRunner:
         max_num_seqs: int,
         max_model_len: int,
         max_num_batched_tokens: int = MIXED_SIZES[-1],
+        tail: Tail | None = None,
     ) -> None:
-        self.decoder = decoder
+        self.decoder, self.tail = decoder, tail
         self.model = decoder.model
         pool = decoder.pool
         self.block_size = pool.block_size
@@ -114,7 +150,9 @@ class GraphRunner:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self.decoder.run(self.largest.inputs)
+        hidden = self.decoder.run(self.largest.inputs)
+        if self.tail:
+            self.tail.try_out(hidden)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
@@ -139,8 +177,8 @@ class GraphRunner:
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=memory, stream=stream):
-                self.decoder.run(buffer.inputs)
-            self.graphs[kind, size] = buffer, graph
+                hidden = self.decoder.run(buffer.inputs)
+            self.graphs[kind, size] = buffer, Replay(graph, hidden)
             self.graph_bytes = free - torch.cuda.mem_get_info()[0]
             bar.set_postfix_str(f"{self.graph_bytes / 2**20:.0f} MiB")
         self.capture_seconds = time.perf_counter() - start
@@ -169,11 +207,16 @@ class GraphRunner:
 
     def execute(self, scheduled: list[Scheduled]) -> list[int | None]:
         """See `ModelRunner.execute`."""
-        return self.launch(scheduled).result()
+        pending = self.launch(scheduled)
+        tokens = pending.result()
+        for row, logprobs in pending.logprobs().items():
+            scheduled[row].seq.logprobs.append(logprobs)
+        return tokens
 
     @torch.inference_mode()
     def launch(self, scheduled: list[Scheduled]) -> PendingTokens:
         """Start a step. Decodes come first in it. Its inputs may be promises (see embed.py)."""
+        gives_token = [part.gives_token for part in scheduled]
         num_tokens = sum(num_new for _, num_new in scheduled)
         kind = "decode" if num_tokens == len(scheduled) else "mixed"
         sizes = self.decode_sizes if kind == "decode" else self.mixed_sizes
@@ -188,14 +231,19 @@ class GraphRunner:
             fill(buffer.views[turn], scheduled, self.block_size, self.tile_tokens)
             self.tables.send(turn, [seq.block_table for seq, _ in scheduled])
             buffer.send(turn)
-            if graph:
-                graph.replay()
-            else:
-                self.decoder.run(self.exact_inputs(scheduled))
+            hidden = graph.replay() if graph else self.decoder.run(self.exact_inputs(scheduled))
+            logprobs: ReadLogprobs = dict
+            if self.tail and (wanting := wanting_more(scheduled, gives_token)):
+                logprobs = self.tail.launch(turn, hidden, wanting)
             self.tokens[turn].copy_(self.decoder.sampled, non_blocking=True)
         finally:
             if self.device.type == "cuda":
                 self.events[turn] = torch.cuda.Event()
                 self.events[turn].record()  # type: ignore[union-attr]
-        gives_token = [part.gives_token for part in scheduled]
-        return PendingTokens(gives_token, self.tokens[turn], self.events[turn])
+        return PendingTokens(gives_token, self.tokens[turn], self.events[turn], logprobs)
+
+
+def wanting_more(scheduled: list[Scheduled], gives_token: list[bool]) -> list[tuple[int, Sequence]]:
+    """The requests of a step whose token is not chosen as its graph does, with their places."""
+    rows = [row for row, (seq, _) in enumerate(scheduled) if not seq.params.is_plain]
+    return [(row, scheduled[row].seq) for row in rows if gives_token[row]]

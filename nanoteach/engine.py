@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from operator import index
 from pathlib import Path
@@ -22,6 +22,7 @@ from nanoteach.sequence import Sequence
 from nanoteach.stages import Parts, build_engine
 from nanoteach.types import (
     CompletionOutput,
+    Logprob,
     RequestOutput,
     SamplingParams,
     Trace,
@@ -67,6 +68,8 @@ class Request:
     """"step" if its outputs go to `step`; else whoever waits for it: "generate" or "stream"."""
     stopped_at: int | None = None
     """Where a stop string begins in the text."""
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    """Those of `seq`, with the tokens' texts."""
 
     def update(self) -> None:
         """Bring the text up to the tokens, and look for stop strings in what is new."""
@@ -76,6 +79,14 @@ class Request:
         before = len(self.detokenizer.text)
         seen = self.detokenizer.num_tokens
         self.detokenizer.extend(output[seen:last], final=reason is not None)
+        decode = self.detokenizer.tokenizer.decode
+        self.logprobs += [
+            {
+                token: replace(logprob, decoded_token=decode([token]))
+                for token, logprob in each.items()
+            }
+            for each in self.seq.logprobs[len(self.logprobs) :]
+        ]
         if self.stopped_at is None:
             text, stops = self.detokenizer.text, self.seq.params.stop
             starts = (text.find(stop, max(0, before - len(stop) + 1)) for stop in stops)
@@ -95,11 +106,16 @@ class Request:
         """What it has come to so far."""
         seq, times = self.seq, self.seq.token_times
         reason = "stop" if self.stopped_at is not None else seq.finish_reason
+        completion = CompletionOutput(self.text, seq.output_token_ids, reason)
+        if seq.params.logprobs is not None:
+            told = zip(completion.token_ids, self.logprobs, strict=True)
+            completion.cumulative_logprob = sum(each[token].logprob for token, each in told)
+            completion.logprobs = list(self.logprobs)
         return RequestOutput(
             request_id=seq.request_id,
             prompt=self.prompt,
             prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
-            outputs=[CompletionOutput(self.text, seq.output_token_ids, reason)],
+            outputs=[completion],
             finished=reason is not None,
             num_cached_tokens=seq.num_cached_tokens or 0,
             time_to_first_token=times[0] - seq.arrival_time if times else None,

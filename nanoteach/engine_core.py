@@ -16,7 +16,13 @@ from nanoteach.cost_model import Clock, WallClock, Work
 from nanoteach.model import Decoder
 from nanoteach.scheduler import Scheduled, Scheduler
 from nanoteach.sequence import Sequence
-from nanoteach.types import SamplingParams, Trace, params_of_tokens, prepare_request
+from nanoteach.types import (
+    SamplingParams,
+    Trace,
+    params_of_tokens,
+    prepare_request,
+    require_plain,
+)
 
 
 class Runner(Protocol):
@@ -25,12 +31,15 @@ class Runner(Protocol):
     model: Decoder
 
     def execute(self, scheduled: list[Scheduled]) -> list[int | None]:
-        """The next token of each request, or None for one whose tokens are not all computed yet."""
+        """The next token of each request, or None for one whose tokens are not all computed yet.
+
+        Logprobs that a request asks for are added to it here.
+        """
         ...
 
 
 class EngineCore:
-    """Continuous batching over one model."""
+    """Continuous batching over one model. `filters`: its runner has those of stage 9."""
 
     def __init__(
         self,
@@ -40,6 +49,7 @@ class EngineCore:
         eos_token_ids: SequenceOf[int] = (),
         clock: Clock | None = None,
         trace: Trace | None = None,
+        filters: bool = False,
     ) -> None:
         if scheduler.chunk(max_model_len, scheduler.max_num_batched_tokens) == 0:
             raise ValueError(
@@ -53,6 +63,7 @@ class EngineCore:
         self.eos_token_ids = tuple(eos_token_ids)
         self.clock = clock or WallClock()
         self.trace = trace
+        self.filters = filters
         self.sequences: dict[str, Sequence] = {}  # all that wait or run
         self.failed: list[str] = []  # the requests that ran in the last step, if it raised
         self.num_computed_tokens = 0
@@ -64,6 +75,8 @@ class EngineCore:
             raise ValueError(f"request id {request_id!r} is in use: give each request its own")
         vocab_size = self.runner.model.config.vocab_size
         open_end = params.max_tokens is None
+        if not self.filters:
+            require_plain(params)
         params = prepare_request(prompt, params, vocab_size, self.max_model_len)
         assert params.max_tokens is not None
         manager = self.scheduler.block_manager
@@ -120,7 +133,8 @@ class EngineCore:
             self.failed = [seq.request_id for seq in self.scheduler.running]
             self.sequences = before
             for seq, n in zip(before.values(), num_tokens, strict=True):
-                del seq.token_ids[n:], seq.token_times[n - seq.num_prompt_tokens :]
+                num_output = n - seq.num_prompt_tokens
+                del seq.token_ids[n:], seq.token_times[num_output:], seq.logprobs[num_output:]
             self.scheduler.take_back(before.values())
             raise
 

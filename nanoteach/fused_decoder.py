@@ -51,8 +51,11 @@ class FusedDecoder:
         self.partial = torch.empty(*rows, model.config.head_dim, device=device)
         self.partial_lse = torch.empty(rows, device=device)
 
-    def run(self, step: StepInputs) -> None:
-        """One step; its tokens are in `sampled` afterwards."""
+    def run(self, step: StepInputs) -> Tensor:
+        """One step; its tokens are in `sampled` afterwards.
+
+        What is returned comes from the last layer for each sample, `[num_samples, hidden_size]`.
+        """
         num_tokens = len(step.input_ids)
         thin = step.decodes_only and num_tokens <= self.thin
         hidden = self.thin_layers(step) if thin else self.layers(step)
@@ -65,6 +68,15 @@ class FusedDecoder:
         else:
             x = add_rms_norm(hidden, None, w.norm, eps, self.pdl)
             sample(F.linear(x, w.lm_head), *race, self.pdl)
+        return hidden
+
+    def race(
+        self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
+    ) -> Tensor:
+        """As `sampler.race`, without waiting for anything: tokens, int32 `[rows]`."""
+        tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+        sample(logits, seeds.int(), positions.int(), temperatures, tokens)
+        return tokens
 
     def thin_layers(self, step: StepInputs) -> Tensor:
         """Few tokens: each product in one kernel with what comes before and after it."""

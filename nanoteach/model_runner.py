@@ -3,10 +3,12 @@
 Knows: how the new tokens of many requests become one packed batch. Does not know: why these.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from nanoteach.model import Decoder
 from nanoteach.paged_attention import PagedAttention
@@ -50,12 +52,24 @@ def draw(seq: Sequence) -> Draw:
     return Draw(seq.params.temperature, (seq.params.seed or 0) & MASK, len(seq.token_ids))
 
 
-class ModelRunner:
-    """Runs a step on the model's device."""
+def choose(logits: Tensor, seqs: list[Sequence]) -> list[int]:
+    """The next token of each request, from scores `[requests, vocab_size]`."""
+    tokens: list[int] = sample(logits, [draw(seq) for seq in seqs]).tolist()
+    return tokens
 
-    def __init__(self, model: Decoder, attention: PagedAttention) -> None:
+
+class ModelRunner:
+    """Runs a step on the model's device. `choose`: how tokens are chosen; stage 9 has another."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        attention: PagedAttention,
+        choose: Callable[[Tensor, list[Sequence]], list[int]] = choose,
+    ) -> None:
         self.model = model
         self.attention = attention
+        self.choose = choose
 
     @torch.inference_mode()
     def execute(self, scheduled: list[Scheduled]) -> list[int | None]:
@@ -75,6 +89,6 @@ class ModelRunner:
         if not batch.logit_indices:
             return [None] * len(scheduled)
         last = hidden.index_select(0, torch.tensor(batch.logit_indices, device=device))
-        draws = [draw(part.seq) for part in scheduled if part.gives_token]
-        tokens = iter(sample(self.model.logits(last), draws).tolist())
+        seqs = [part.seq for part in scheduled if part.gives_token]
+        tokens = iter(self.choose(self.model.logits(last), seqs))
         return [next(tokens) if part.gives_token else None for part in scheduled]

@@ -83,7 +83,7 @@ class OverlappedEngineCore(EngineCore):
 
     def settle(self, flight: Flight) -> list[Sequence]:
         """Book a step, once its tokens are there."""
-        tokens = flight.pending.result()
+        tokens, logprobs = flight.pending.result(), flight.pending.logprobs()
         self.clock.tick(flight.work)
         now = self.clock.now()
         self.num_computed_tokens += sum(work.num_new for work in flight.work)
@@ -91,7 +91,8 @@ class OverlappedEngineCore(EngineCore):
         if self.trace:
             self.trace.time = now
         changed = []
-        for (seq, start, num_new, table), token in zip(flight.parts, tokens, strict=True):
+        for row, (seq, start, num_new, table) in enumerate(flight.parts):
+            token = tokens[row]
             if seq.status is Status.FINISHED:
                 continue  # it has ended meanwhile: this was for nothing
             stop = start + num_new
@@ -101,6 +102,8 @@ class OverlappedEngineCore(EngineCore):
                 continue
             seq.token_ids[stop:] = [token]  # in place of the promise
             seq.token_times.append(now)
+            if row in logprobs:
+                seq.logprobs.append(logprobs[row])
             changed.append(seq)
             reason = seq.params.finish_reason(token, seq.num_output_tokens, self.eos_token_ids)
             if reason:

@@ -7,9 +7,10 @@ Knows: a step's inputs, and the decoder of stage 1. Does not know: kernels, grap
 """
 
 import torch
+from torch import Tensor
 
 from nanoteach.model import Decoder
-from nanoteach.sampler import MASK, Draw, sample
+from nanoteach.sampler import MASK, race
 from nanoteach.step_inputs import StepInputs
 from nanoteach.tiled_attention import TiledAttention, TiledMetadata
 
@@ -17,13 +18,15 @@ from nanoteach.tiled_attention import TiledAttention, TiledMetadata
 class PlainDecoder:
     """See `FusedDecoder`."""
 
+    race = staticmethod(race)
+
     def __init__(self, model: Decoder, pool: TiledAttention, max_num_seqs: int) -> None:
         self.model, self.config, self.pool = model, model.config, pool
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=model.device)
 
     @torch.inference_mode()
-    def run(self, step: StepInputs) -> None:
-        """One step; its tokens are in `sampled` afterwards."""
+    def run(self, step: StepInputs) -> Tensor:
+        """See `FusedDecoder.run`."""
         promised = self.sampled[(-1 - step.input_ids).clamp(min=0)]
         input_ids = torch.where(step.input_ids < 0, promised, step.input_ids)
         # A step of decodes needs no more than their lengths; its other tables are left empty.
@@ -36,13 +39,7 @@ class PlainDecoder:
         hidden = self.model.forward(input_ids, step.positions, self.pool, metadata)
         if not step.decodes_only:
             hidden = hidden.index_select(0, step.logit_indices)
-        draws = [
-            Draw(temperature, seed & MASK, position)
-            for temperature, seed, position in zip(
-                step.temperatures.tolist(),
-                step.seeds.tolist(),
-                step.sample_positions.tolist(),
-                strict=True,
-            )
-        ]
-        self.sampled[: len(hidden)] = sample(self.model.logits(hidden), draws)
+        seeds, positions = step.seeds.long() & MASK, step.sample_positions.long()
+        logits = self.model.logits(hidden)
+        self.sampled[: len(hidden)] = self.race(logits, step.temperatures, seeds, positions)
+        return hidden

@@ -35,12 +35,18 @@ def greedy(logits: Tensor) -> Tensor:
 
 def sample(logits: Tensor, draws: SequenceOf[Draw]) -> Tensor:
     """The next token of each row: `[rows, vocab_size]` and a draw for each, to `[rows]`."""
-    tokens = greedy(logits)
-    drawn = [row for row, draw in enumerate(draws) if draw.temperature]
-    if drawn:
+    if not any(draw.temperature for draw in draws):
+        return greedy(logits)
+    columns = zip(*draws, strict=True)
+    return race(logits, *(torch.tensor(column, device=logits.device) for column in columns))
+
+
+def race(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """As `sample`, with the draws by columns, `[rows]` each. A token of score -inf never wins."""
+    tokens, drawn = greedy(logits), temperatures.nonzero().squeeze(1)
+    if len(drawn):
         temperatures, seeds, positions = (
-            torch.tensor(values, device=logits.device).unsqueeze(1)
-            for values in zip(*(draws[row] for row in drawn), strict=True)
+            column[drawn].unsqueeze(1) for column in (temperatures, seeds, positions)
         )
         u = uniform(seeds, positions, torch.arange(logits.shape[-1], device=logits.device))
         noise = -torch.log(-torch.log(u))

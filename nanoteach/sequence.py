@@ -13,7 +13,7 @@ request has none and computes its own outputs again as if they were prompt.
 from dataclasses import dataclass, field
 from enum import Enum
 
-from nanoteach.types import SamplingParams
+from nanoteach.types import Logprob, SamplingParams
 
 
 class Status(Enum):
@@ -42,6 +42,8 @@ class Sequence:
     """Stage 5's memory of the hashes of the full blocks of `token_ids`, as far as asked for."""
     token_times: list[float] = field(default_factory=list)
     """When each output token was committed, in seconds on the engine's clock."""
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    """Of each output token, if they were asked for."""
 
     num_prompt_tokens: int = field(init=False)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
+from nanoteach import model_runner, sampling_filters
 from nanoteach.backends import problem, require
 from nanoteach.block_manager import BlockManager
 from nanoteach.chunked_prefill import ChunkedPrefillScheduler
@@ -51,6 +52,8 @@ class Parts:
     trace: Trace | None = None
     reserved: int = 0
     """Bytes of the GPU's memory that the pool must leave to the steps."""
+    filters: bool = False
+    """Whether requests may ask for what stage 9 brings: top_k, top_p, logprobs."""
 
     @cached_property  # asked once: on a GPU the free memory changes while we build
     def num_blocks(self) -> int:
@@ -139,10 +142,12 @@ def build_core(
 ) -> EngineCore:
     """Stages 4 to 7: one core, other parts."""
     scheduler = build_scheduler(parts, manager_class, scheduler_class)
-    runner = ModelRunner(parts.model, paged_attention(parts, attention_class))
+    choose = sampling_filters.choose if parts.filters else model_runner.choose
+    runner = ModelRunner(parts.model, paged_attention(parts, attention_class), choose)
     return EngineCore(
-        scheduler, runner, parts.max_model_len, parts.eos_token_ids, parts.clock, parts.trace
-    )
+        scheduler, runner, parts.max_model_len, parts.eos_token_ids, parts.clock, parts.trace,
+        parts.filters,
+    )  # fmt: skip
 
 
 def build_scheduler(
@@ -194,6 +199,7 @@ def build_graphs(parts: Parts) -> EngineCore:
     """Stage 8: fused kernels in CUDA graphs, and the next step prepared while one runs."""
     from nanoteach.cuda_graphs import GraphRunner
     from nanoteach.overlapped import OverlappedEngineCore
+    from nanoteach.sampling_tail import SamplingTail
     from nanoteach.tiled_attention import TiledAttention
 
     decoder_class: Any
@@ -204,8 +210,9 @@ def build_graphs(parts: Parts) -> EngineCore:
     model, config, on_gpu = parts.model, parts.config, parts.model.device.type == "cuda"
     small = TiledAttention(model.config, 1, config.block_size, model.dtype, model.device)
     decoder = decoder_class(model, small, config.max_num_seqs)
+    tail = SamplingTail(decoder, config.max_num_seqs) if parts.filters else None
     runner = GraphRunner(
-        decoder, config.max_num_seqs, parts.max_model_len, config.max_num_batched_tokens
+        decoder, config.max_num_seqs, parts.max_model_len, config.max_num_batched_tokens, tail
     )
     if on_gpu:  # once for steps without a graph, once for what the graphs keep
         parts = replace(parts, reserved=2 * runner.peak_memory())
@@ -214,15 +221,18 @@ def build_graphs(parts: Parts) -> EngineCore:
         runner.capture()
     scheduler = build_scheduler(parts, block_manager_class(config), ChunkedPrefillScheduler)
     return OverlappedEngineCore(
-        scheduler, runner, parts.max_model_len, parts.eos_token_ids, parts.clock, parts.trace
-    )
+        scheduler, runner, parts.max_model_len, parts.eos_token_ids, parts.clock, parts.trace,
+        parts.filters,
+    )  # fmt: skip
 
 
 def build_engine(parts: Parts) -> EngineCore:
-    """What `Engine` runs on: stage 8 on an NVIDIA GPU, stage 6 elsewhere, or as asked for.
+    """Stage 9, and what `Engine` runs on: stage 8 on an NVIDIA GPU, stage 6 elsewhere, or as asked
+    for, with filters.
 
     Raises ValueError where a backend is asked for that can't run here.
     """
+    parts = replace(parts, filters=True)
     backend = parts.config.attention_backend
     if backend == "auto" and parts.model.device.type == "cuda":
         reason = problem("triton", parts.model, parts.config)
@@ -293,6 +303,10 @@ GPU_STAGES = [
 """Those that want an NVIDIA GPU. Elsewhere they do the same in plain PyTorch, slowly."""
 
 LADDER = [*STAGES, *GPU_STAGES]
+"""Each is faster than the one before."""
+
+COURSE = [*LADDER, Stage(9, "sampling", ("sampling_filters", "sampling_tail"), build_engine)]
+"""All that the course builds. What comes after the ladder does more, and is not faster."""
 
 
 def stages_here(model: Decoder, config: EngineConfig) -> list[Stage]:

@@ -8,11 +8,13 @@ import itertools
 import random
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from nanoteach.config import check_flag, check_positive, reject_unknown_options
 
 COLDEST, HOTTEST = 1e-5, 1_000_000
+MAX_LOGPROBS = 20
 
 
 @reject_unknown_options
@@ -23,8 +25,13 @@ class SamplingParams:
     max_tokens: most tokens to generate; None means up to the model's length.
     temperature: 0, the default, takes the best token, as does anything under 1e-5; above it, tokens
         are drawn. vLLM's default is 1.
+    top_k: draw from the so many best tokens alone; 0 or -1: from all.
+    top_p: draw from the fewest best tokens that have this much of the probability between them
+        (nucleus sampling, Holtzman et al., 2019), after temperature and top_k; 1: from all.
     seed: of the draws, a whole number; 32 bits of it count. With the same seed a request draws the
         same, whatever runs beside it. None: a new one every time.
+    logprobs: tell each token's log probability, and those of the so many best, up to 20, whatever
+        the temperature and the filters. None: tell none.
     stop: strings that end the text when they appear; the text is cut before them.
     stop_token_ids: tokens that end it, besides the model's own end-of-text tokens.
     ignore_eos: go on past the model's end-of-text tokens (`stop_token_ids` still count).
@@ -33,7 +40,10 @@ class SamplingParams:
 
     max_tokens: int | None = 16
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
     seed: int | None = None
+    logprobs: int | None = None
     stop: str | SequenceOf[str] = ()
     stop_token_ids: SequenceOf[int] = ()
     ignore_eos: bool = False
@@ -45,6 +55,19 @@ class SamplingParams:
         if not is_number(self.temperature) or not 0 <= self.temperature <= HOTTEST:
             raise ValueError(
                 f"temperature is a number from 0 (greedy) to {HOTTEST:,}, not {self.temperature!r}"
+            )
+        if not is_list_of(int, [self.top_k]) or self.top_k < -1:
+            raise ValueError(
+                f"top_k is a whole number of tokens, or 0 or -1 for all, not {self.top_k!r}"
+            )
+        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is a number above 0, up to 1 for all, not {self.top_p!r}")
+        if self.logprobs is not None and not (
+            is_list_of(int, [self.logprobs]) and 0 <= self.logprobs <= MAX_LOGPROBS
+        ):
+            raise ValueError(
+                f"logprobs is a whole number from 0 to {MAX_LOGPROBS}, or None, "
+                f"not {self.logprobs!r}"
             )
         if self.seed is not None and not is_list_of(int, [self.seed]):
             raise ValueError(f"seed is a whole number, or None for any, not {self.seed!r}")
@@ -62,8 +85,16 @@ class SamplingParams:
         # So cold, the best token wins anyway, and scores over the temperature would overflow.
         temperature = float(self.temperature) if self.temperature >= COLDEST else 0.0
         object.__setattr__(self, "temperature", temperature)
+        # The best token is among the best, however few: without a draw there is nothing to filter.
+        object.__setattr__(self, "top_k", max(0, self.top_k) if temperature else 0)
+        object.__setattr__(self, "top_p", float(self.top_p) if temperature else 1.0)
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(stop_ids))
+
+    @cached_property  # asked of every request in every step
+    def is_plain(self) -> bool:
+        """Whether stage 9 is not needed: no filters and no logprobs."""
+        return not self.top_k and self.top_p == 1 and self.logprobs is None
 
     def finish_reason(
         self, last_token: int, num_output_tokens: int, eos_token_ids: SequenceOf[int]
@@ -116,7 +147,15 @@ def prepare_batch(
     ]
     if any(p.temperature for p in settled):
         raise ValueError("stages 1 to 3 are greedy: for a temperature use stage 4 or later")
+    for p in settled:
+        require_plain(p)
     return settled
+
+
+def require_plain(params: SamplingParams) -> None:
+    """Raise ValueError on what stage 9 brings, in the stages before it."""
+    if not params.is_plain:
+        raise ValueError("top_k, top_p and logprobs come with stage 9: use it, or Engine")
 
 
 def params_of_tokens(
@@ -159,14 +198,29 @@ def one_for_each(
     return list(params)
 
 
+@dataclass(slots=True)
+class Logprob:
+    """A token's log probability, its rank among all tokens, 1 for the best, and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
 @dataclass
 class CompletionOutput:
-    """One continuation: its text and tokens, and why it ended ("stop", "length", "abort")."""
+    """One continuation: its text and tokens, and why it ended ("stop", "length", "abort").
+
+    logprobs: where they were asked for, for each token of the output those of the best tokens and
+        its own, by token id. cumulative_logprob: the sum of the tokens' own.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
     index: int = 0
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
 
 
 @dataclass

@@ -198,7 +198,21 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"max_token": 5}, "did you mean 'max_tokens'?"),
     ({"stop_tokens": [1]}, "did you mean 'stop_token_ids'?"),
     ({"beams": 2}, "options are max_tokens, "),
-    ({"top_p": 0.9}, "no option 'top_p' yet: sampling comes in a later stage"),
+    ({"min_p": 0.9}, "no option 'min_p': of vLLM's sampling there are temperature, top_k, top_p"),
+    ({"top_k": -2}, "top_k is a whole number of tokens, or 0 or -1 for all, not -2"),
+    ({"top_k": 2.0}, "top_k is a whole number"),
+    ({"top_k": True}, "top_k is a whole number"),
+    ({"top_k": None}, "top_k is a whole number"),
+    ({"top_p": 0}, "top_p is a number above 0, up to 1 for all, not 0"),
+    ({"top_p": 1.01}, "top_p is a number above 0"),
+    ({"top_p": -0.5}, "top_p is a number above 0"),
+    ({"top_p": float("nan")}, "top_p is a number above 0"),
+    ({"top_p": "0.9"}, "top_p is a number above 0, up to 1 for all, not '0.9'"),
+    ({"top_p": True}, "top_p is a number above 0"),
+    ({"logprobs": -1}, "logprobs is a whole number from 0 to 20, or None, not -1"),
+    ({"logprobs": 21}, "logprobs is a whole number from 0 to 20"),
+    ({"logprobs": 1.0}, "logprobs is a whole number from 0 to 20"),
+    ({"logprobs": True}, "logprobs is a whole number from 0 to 20"),
 ]
 
 

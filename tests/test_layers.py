@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import nanoteach
-from nanoteach.stages import LADDER
+from nanoteach.stages import COURSE
 
 PACKAGE = Path(nanoteach.__file__).parent
 
@@ -35,7 +35,7 @@ Places = dict[str, int]
 def places() -> Places:
     """The stage of every module. Raises ValueError where two claim the same one."""
     listed = [(name, 0) for name in STAGE_0]
-    listed += [(name, stage.number) for stage in LADDER for name in stage.modules]
+    listed += [(name, stage.number) for stage in COURSE for name in stage.modules]
     listed += [(name, LAST) for name in ALL]
     result = dict(listed)
     if len(result) < len(listed):

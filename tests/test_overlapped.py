@@ -11,7 +11,7 @@ from nanoteach.chunked_prefill import ChunkedPrefillScheduler
 from nanoteach.overlapped import OverlappedEngineCore
 from nanoteach.prefix_cache import PrefixCachingBlockManager
 from nanoteach.scheduler import Scheduled
-from nanoteach.types import SamplingParams
+from nanoteach.types import Logprob, SamplingParams
 
 
 @dataclass
@@ -20,6 +20,15 @@ class Pending:
 
     gives_token: list[bool]
     tokens: list[int | None]
+    lengths: list[int | None]
+    """Of the requests that ask for logprobs, their tokens so far: it stands in for the logprob."""
+
+    def logprobs(self) -> dict[int, dict[int, Logprob]]:
+        return {
+            row: {token: Logprob(-length)}
+            for row, (token, length) in enumerate(zip(self.tokens, self.lengths, strict=True))
+            if token is not None and length is not None
+        }
 
     def result(self) -> list[int | None]:
         return self.tokens
@@ -42,7 +51,10 @@ class LateRunner(ShadowRunner):
         finally:
             for seq, promise in promised:
                 seq.token_ids[-1] = promise
-        return Pending(gives_token, self.sampled)
+        lengths = [
+            None if seq.params.logprobs is None else len(seq.token_ids) for seq, _ in scheduled
+        ]
+        return Pending(gives_token, self.sampled, lengths)
 
 
 def make_core(
@@ -51,13 +63,17 @@ def make_core(
     manager = PrefixCachingBlockManager(num_blocks, block_size)
     scheduler = ChunkedPrefillScheduler(manager, max_num_seqs, budget)
     runner = LateRunner(scheduler)
-    core = OverlappedEngineCore(scheduler, runner, 64, [EOS])  # type: ignore[arg-type]
+    core = OverlappedEngineCore(scheduler, runner, 64, [EOS], filters=True)  # type: ignore[arg-type]
     return core, runner
 
 
 def random_request(rng: random.Random) -> tuple[list[int], SamplingParams]:
     prompt = [rng.randrange(4) for _ in range(rng.choice([1, 2, 8, 9, 20]))]
-    return prompt, SamplingParams(max_tokens=rng.randint(1, 12), ignore_eos=rng.random() < 0.7)
+    return prompt, SamplingParams(
+        max_tokens=rng.randint(1, 12),
+        ignore_eos=rng.random() < 0.7,
+        logprobs=rng.choice([None, 0]),
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -93,6 +109,9 @@ def test_same_tokens_whatever_comes_in_between(seed: int) -> None:
         found = seqs[name].output_token_ids
         assert found == (tokens[: len(found)] if name in aborted else tokens)
         assert len(seqs[name].token_times) == len(found)
+        asked = params.logprobs is not None
+        told = [{token: Logprob(-len(prompt) - i)} for i, token in enumerate(found) if asked]
+        assert seqs[name].logprobs == told
     assert core.scheduler.block_manager.num_free == num_blocks
 
 
@@ -109,7 +128,7 @@ def test_the_next_step_is_launched_before_the_last_is_read() -> None:
     def watched(scheduled: list[Scheduled]) -> Pending:
         order.append("launch")
         pending = launch(scheduled)
-        return Watched(pending.gives_token, pending.tokens)
+        return Watched(pending.gives_token, pending.tokens, pending.lengths)
 
     runner.launch = watched  # type: ignore[method-assign]
     (tokens,) = core.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))

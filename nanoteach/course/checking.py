@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanoteach.course.parts import Function, resolve
-from nanoteach.stages import LADDER, STAGES
+from nanoteach.stages import COURSE, STAGES
 
 Likely = str | Callable[[Any], str | None] | Sequence[tuple[Any, str]] | None
 """The likely mistake: words; or a list of (wrong result, words); or a function of what came."""
@@ -74,7 +74,7 @@ def check_of(target: str) -> Check:
     """The check of one target. Its module's own notebook is looked at before all others."""
     if target not in _checks:
         module = target.split(".")[1]
-        number = next((stage.number for stage in LADDER if module in stage.modules), 0)
+        number = next((stage.number for stage in COURSE if module in stage.modules), 0)
         name = f"nanoteach.course.checks_{number:02d}"
         try:
             importlib.import_module(name)

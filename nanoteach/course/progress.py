@@ -28,11 +28,11 @@ from nanoteach.hardware import HARDWARE
 from nanoteach.hub import resolve_model
 from nanoteach.loader import eos_token_ids, load_model, load_tokenizer
 from nanoteach.reference import Comparison, Reference, compare, references
-from nanoteach.stages import LADDER, Parts
+from nanoteach.stages import COURSE, Parts
 from nanoteach.types import SamplingParams
 
 FOLDER = ".nanoteach"
-NAMES = {0: "measure first"} | {stage.number: stage.name.replace("_", " ") for stage in LADDER}
+NAMES = {0: "measure first"} | {stage.number: stage.name.replace("_", " ") for stage in COURSE}
 
 
 # --- the folder --------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def run_stage(trial: Trial, number: int, own: Mapping[str, Function], seconds: f
             eos = eos_token_ids(trial.folder)
             stage = Parts(model, trial.config(number), eos, model_clock)
             began = time.perf_counter()
-            tokens = LADDER[number - 1].build(stage).generate(trial.prompts, trial.params)
+            tokens = COURSE[number - 1].build(stage).generate(trial.prompts, trial.params)
             took = time.perf_counter() - began
             return Run(compare(trial.expected, tokens), took, model_clock.now())
     except TimeUp:
