@@ -19,6 +19,8 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as SequenceOf
+from functools import partial
 from typing import Any, TypeVar
 
 from nanoteach.config import check_positive
@@ -52,31 +54,49 @@ class Observer:
 
 
 class Stream:
-    """The outputs of one request, for one reader."""
+    """What one reader waits for: the newest outputs of one or several requests."""
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.news: RequestOutput | Exception | None = None
+    def __init__(self, request_ids: list[str]) -> None:
+        self.request_ids = request_ids
+        self.unfinished = set(request_ids)
+        self.unread: dict[str, RequestOutput] = {}
+        self.error: Exception | None = None
         self.arrived = asyncio.Event()
 
-    def put(self, news: RequestOutput | Exception) -> None:
-        """Here is the newest; one that was not read is forgotten."""
-        self.news = news
+    def put(self, output: RequestOutput) -> None:
+        """Here is a request's newest; one that was not read is forgotten."""
+        self.unread[output.request_id] = output
+        if output.finished:
+            self.unfinished.discard(output.request_id)
         self.arrived.set()
 
     def fail(self, error: Exception) -> None:
         """No more will come, unless all has come already."""
-        if not (isinstance(self.news, RequestOutput) and self.news.finished):
-            self.put(error)
+        if self.unfinished:
+            self.error = error
+            self.arrived.set()
 
-    async def get(self) -> RequestOutput:
-        """The newest output, once there is one that was not read. Raises what ended the request."""
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> list[RequestOutput]:
+        """Outputs that were not read, once there are some. Raises what ended the requests."""
+        if not self.unfinished and not self.unread:
+            raise StopAsyncIteration
         await self.arrived.wait()
         self.arrived.clear()
-        assert self.news is not None
-        if isinstance(self.news, Exception):
-            raise self.news
-        return self.news
+        if self.error:
+            raise self.error
+        outputs = list(self.unread.values())
+        self.unread.clear()
+        return outputs
+
+
+def add(
+    request_id: str, token_ids: list[int], params: SamplingParams | None
+) -> Callable[[Engine], None]:
+    """The call that queues a request."""
+    return lambda engine: engine.add_request(request_id, token_ids, params)
 
 
 class AsyncEngine:
@@ -132,34 +152,43 @@ class AsyncEngine:
         finally:
             self.calls.remove(future)
 
-    async def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    async def open(
+        self,
+        prompts: SequenceOf[Prompt],
+        params: SamplingParams | None = None,
+        request_ids: SequenceOf[str] | None = None,
     ) -> Stream:
-        """Queue a request. Whoever has its stream must `close` it in the end.
+        """Queue requests, all or none. Whoever has their stream must `close` it in the end.
 
-        Raises ValueError if it can't be served, QueueFull, EngineStopped.
+        Raises ValueError if one can't be served, QueueFull, EngineStopped.
         """
         if not self.accepting:
             raise EngineStopped("the server is shutting down")
-        if len(self.streams) >= self.max_open:
-            raise QueueFull(f"{len(self.streams)} requests are open, and no more may wait")
-        stream = Stream(f"request-{next(self.ids)}" if request_id is None else request_id)
-        if stream.request_id in self.streams:
-            raise ValueError(f"request id {request_id!r} is in use: give each request its own")
-        self.streams[stream.request_id] = stream
+        if len(self.streams) + len(prompts) > self.max_open:
+            raise QueueFull(
+                f"{len(self.streams)} requests are open, and with {len(prompts)} more there would "
+                f"be over {self.max_open}: try again later"
+            )
+        ids = [f"request-{next(self.ids)}" for _ in prompts] if request_ids is None else request_ids
+        if used := self.streams.keys() & set(ids):
+            raise ValueError(f"request id {min(used)!r} is in use: give each request its own")
+        stream = Stream(list(ids))
+        self.streams.update(dict.fromkeys(ids, stream))
         try:
-            if isinstance(prompt, str):  # a long one takes a while: not on this loop, nor a step's
-                _, prompt = await asyncio.to_thread(self.engine.tokenize, prompt)
-            await self.call(lambda engine: engine.add_request(stream.request_id, prompt, params))
-        except BaseException:  # its caller may also have left by now
+            # A long text takes a while to tokenize: neither this loop nor a step waits for it.
+            tokenized = await asyncio.to_thread(lambda: [self.engine.tokenize(p) for p in prompts])
+            for request_id, (_, token_ids) in zip(ids, tokenized, strict=True):
+                await self.call(add(request_id, token_ids, params))
+        except BaseException:  # its reader may also have left by now
             self.close(stream)
             raise
         return stream
 
     def close(self, stream: Stream) -> None:
-        """Nobody reads this stream any more. If its request still runs, it ends now."""
-        if self.streams.pop(stream.request_id, None):
-            self.commands.put(lambda: self._abort(stream.request_id))
+        """Nobody reads this stream any more. What still runs for it ends now."""
+        for request_id in stream.request_ids:
+            if self.streams.pop(request_id, None):
+                self.commands.put(partial(self._abort, request_id))
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
@@ -167,15 +196,12 @@ class AsyncEngine:
         """Outputs as they come, each with all of the text so far; a slow reader skips some.
 
         To leave early, close the iterator or cancel the task: that aborts the request. Raises as
-        `add_request` does, and StepFailed.
+        `open` does, and StepFailed.
         """
-        stream = await self.add_request(prompt, params, request_id)
+        stream = await self.open([prompt], params, None if request_id is None else [request_id])
         try:
-            while True:
-                output = await stream.get()
-                yield output
-                if output.finished:
-                    return
+            async for outputs in stream:
+                yield outputs[0]
         finally:
             self.close(stream)
 
@@ -185,15 +211,21 @@ class AsyncEngine:
         end = self.loop.time() + timeout
         while self.streams and self.loop.time() < end:
             await asyncio.sleep(0.02)
-        for stream in list(self.streams.values()):
+        for stream in set(self.streams.values()):
             self.close(stream)
             stream.fail(EngineStopped("the server is shutting down"))
 
-    def _deliver(self, news: list[tuple[str, RequestOutput | Exception]]) -> None:
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
         """A step's outputs, to those who still wait for them."""
-        for request_id, what in news:
+        for output in outputs:
+            if stream := self.streams.get(output.request_id):
+                stream.put(output)
+
+    def _fail(self, request_ids: list[str], error: Exception) -> None:
+        """Tell those who wait for these requests that they are over."""
+        for request_id in request_ids:
             if stream := self.streams.get(request_id):
-                stream.put(what)
+                stream.fail(error)
 
     def _settle(self, future: "asyncio.Future[T]", result: T | None, error: Any) -> None:
         """Answer a call, if anybody still waits for it."""
@@ -210,8 +242,7 @@ class AsyncEngine:
         error = EngineStopped("the engine has stopped")
         for future in self.calls:
             self._settle(future, None, error)
-        for stream in self.streams.values():
-            stream.fail(error)
+        self._fail(list(self.streams), error)
 
     # --- on the engine's thread ----------------------------------------------------------------
 
@@ -232,21 +263,20 @@ class AsyncEngine:
 
     def _step(self) -> None:
         """Run a step and pass on what it gave. If it raises, its requests end."""
-        news: list[tuple[str, RequestOutput | Exception]]
         try:
             outputs = self.engine.step()
             self.observer.stepped(outputs)
-            news = [(output.request_id, output) for output in outputs]
         except Exception as error:
             log.exception("a step failed")
             # Those that only waited are not to blame, unless nobody else can be.
             failed = self.engine.core.failed or list(self.engine.requests)
             for request_id in failed:
                 self._abort(request_id, "error")
-            what = StepFailed(f"the step that computed this request failed: {error!r}")
-            news = [(request_id, what) for request_id in failed]
-        if news:
-            self.loop.call_soon_threadsafe(self._deliver, news)
+            told = StepFailed(f"the step that computed this request failed: {error!r}")
+            self.loop.call_soon_threadsafe(self._fail, failed, told)
+        else:
+            if outputs:
+                self.loop.call_soon_threadsafe(self._deliver, outputs)
 
     def _abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request, if it is still there."""

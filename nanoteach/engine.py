@@ -4,12 +4,14 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from numbers import Integral
 from operator import index
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from tqdm import tqdm
 
 from nanoteach.config import EngineConfig, check_flag, option_names, refuse_unknown
@@ -217,10 +219,20 @@ class Engine:
                     "a message is a dict such as {'role': 'user', 'content': 'Hi'}, "
                     f"not {message!r}"
                 )
-        text = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:  # such as: roles must take turns
+            raise ValueError(
+                f"the model's chat template refuses these messages: {error}"
+            ) from error
+        return self._encode(text, add_special_tokens=False)  # the template has written them
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt's text, if it came as text, and its token ids."""
@@ -233,8 +245,7 @@ class Engine:
                 )
             prompt = prompt[keys[0]]
         if isinstance(prompt, str):
-            prompt.encode()  # a ValueError if it is no text, such as half a surrogate pair
-            return prompt, list(self.tokenizer.encode(prompt))
+            return prompt, self._encode(prompt)
         return None, as_token_ids(prompt)
 
     def stream(
@@ -328,6 +339,17 @@ class Engine:
         return self.core.check()
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. Raises ValueError on half a surrogate pair, and on what can't ever fit."""
+        longest = self.core.max_model_len * self.longest_token
+        if len(text) > longest:  # found in no time, where tokenizing takes seconds
+            raise ValueError(
+                f"the prompt has {len(text):,} characters, and max_model_len = "
+                f"{self.core.max_model_len:,} tokens can't have over {longest:,}: shorten it"
+            )
+        text.encode()
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _add_all(
         self, prompts: list[Prompt], params: list[SamplingParams], owner: str
