@@ -253,6 +253,8 @@ def run_serve(args: argparse.Namespace) -> int:
         raise ValueError("--model and --shape both say which model to serve: give one of them")
     if not 0 < args.shutdown_timeout < float("inf"):
         raise ValueError(f"--shutdown-timeout is seconds, above 0, not {args.shutdown_timeout}")
+    if not 0 <= args.port < 2**16:
+        raise ValueError(f"--port is 0-65535, not {args.port}")
     key = args.api_key or os.environ.get("NANOTEACH_API_KEY") or None
     model = args.shape or args.model or default_model()
     with socket.create_server((args.host, args.port)) as listener, ExitStack() as stack:

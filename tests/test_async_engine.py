@@ -1,4 +1,4 @@
-"""The bridge to asyncio: streams, leaving, admission, faults, the end. On a model of random weights.
+"""The bridge to asyncio, on random weights: streams, leaving, admission, faults, the end.
 
 Afterwards the engine is idle, every block is free, and `check` finds nothing.
 """
