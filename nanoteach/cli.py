@@ -1,6 +1,7 @@
 """The command `nanoteach`."""
 
 import argparse
+import asyncio
 import importlib.util
 import os
 import platform
@@ -102,6 +103,18 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument("--small", action="store_true", help="shrink the workloads, to try them")
     bench.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
     add_engine_options(bench)
+    load = bench.add_argument_group("bench serve: a load test")
+    load.add_argument("--url", help="of a running server; without, one is started")
+    load.add_argument("--rates", type=float, nargs="+", metavar="R", help="requests a second")
+    load.add_argument("--workload", help="random (lengths), shared (a system prompt), or chat")
+    load.add_argument("--duration", type=float, metavar="S", help="seconds at each rate")
+    for name in ("input", "output"):
+        load.add_argument(
+            f"--{name}-len", type=int, nargs=2, metavar=("LOW", "HIGH"), help=f"{name} tokens"
+        )
+    load.add_argument("--slo-ttft", type=float, metavar="S", help="limit for the first token, p99")
+    load.add_argument("--slo-itl", type=float, metavar="S", help="limit for each more, on average")
+    load.add_argument("--seed", type=int, metavar="N")
     bench.set_defaults(run=run_bench)
 
     start = commands.add_parser("start", help="copy the notebooks to a folder of your own")
@@ -212,6 +225,8 @@ def run_ladder(args: argparse.Namespace) -> int:
 
 def run_bench(args: argparse.Namespace) -> int:
     """Run workloads and print the table."""
+    if "serve" in args.names:
+        return run_load_test(args)
     from nanoteach.bench.speed import Bench
     from nanoteach.bench.table import table
     from nanoteach.results import check_target, save_result
@@ -235,6 +250,59 @@ def run_bench(args: argparse.Namespace) -> int:
     for failure in bench.failures:
         print(f"nanoteach: {failure}", file=sys.stderr)
     return 1 if bench.failures else 0
+
+
+def run_load_test(args: argparse.Namespace) -> int:
+    """Load a server at rising rates and print the table."""
+    import httpx
+
+    from nanoteach.bench import serve
+    from nanoteach.hub import check_device, default_device
+    from nanoteach.results import check_target, save_result
+
+    if args.names != ["serve"]:
+        raise ValueError("the load test runs alone: nanoteach bench serve")
+    check_target(args.save)
+    renamed = {"slo_ttft": "ttft_limit", "slo_itl": "itl_limit"}
+    names = ("workload", "duration", "input_len", "output_len", "slo_ttft", "slo_itl", "seed")
+    given = {renamed.get(n, n): v for n in names if (v := getattr(args, n)) is not None}
+    rates = args.rates or [1, 2, 4, 8, 16]
+    engine = engine_options(args)
+    options = [
+        word
+        for name, value in {"model": args.model, "shape": args.shape, **engine}.items()
+        if value is not None
+        for word in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+    ]
+    if args.url and options:
+        raise ValueError(f"a running server has its own options: leave out {options[0]}")
+    key = os.environ.get("NANOTEACH_API_KEY")
+    with ExitStack() as stack:
+        serve.LoadTest("", rates, **given)  # a mistake is told before a server is started
+        url = args.url or stack.enter_context(serve.server_process(*options))
+        print(serve.TABLE_HEAD, flush=True)
+        test = serve.LoadTest(
+            url, rates, api_key=key, **given,
+            on_level=lambda level: print(serve.line_of(level, test.limits[0]), flush=True),
+        )  # fmt: skip
+        try:
+            asyncio.run(test.run())
+        except httpx.HTTPError as error:
+            raise RuntimeError(f"{url} does not answer: {error}") from error
+    print(test.verdict)
+    if args.save:
+        words = [
+            f"nanoteach bench serve --rates {' '.join(f'{rate:g}' for rate in rates)}",
+            *options,
+        ]
+        for name in names:
+            value = getattr(args, name)
+            if value is not None:
+                values = value if isinstance(value, list) else [value]
+                words += [f"--{name.replace('_', '-')}", *map(str, values)]
+        device = default_device() if args.device is None else check_device(args.device)
+        save_result(args.save, " ".join(words), device, {"engine": engine, **test.result()})
+    return 0
 
 
 def run_serve(args: argparse.Namespace) -> int:

@@ -2,7 +2,8 @@
 
 What a client sends and this server can't do is refused where it would change the answer. Defaults
 are OpenAI's: temperature 1, and 16 tokens for a completion. (The engine's own default is greedy.)
-Beyond OpenAI's fields there are vLLM's top_k, stop_token_ids, ignore_eos and cache_salt.
+Beyond OpenAI's fields there are vLLM's top_k, stop_token_ids, ignore_eos, cache_salt and
+return_token_ids.
 
 Knows: JSON. Does not know: HTTP, engines.
 """
@@ -83,6 +84,7 @@ class GenerationRequest(Strict):
     cache_salt: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -209,7 +211,10 @@ class Answer:
     object: str
     chunk_object: str
 
-    def __init__(self, model: str, request_ids: SequenceOf[str]) -> None:
+    def __init__(
+        self, model: str, request_ids: SequenceOf[str], return_token_ids: bool = False
+    ) -> None:
+        self.return_token_ids = return_token_ids
         self.index = {request_id: i for i, request_id in enumerate(request_ids)}
         self.outputs: dict[str, RequestOutput] = {}
         self.head = {
@@ -238,12 +243,18 @@ class Answer:
         before = self.outputs.get(output.request_id)
         known = before.outputs[0] if before else CompletionOutput("", [])
         self.outputs[output.request_id] = output
+        start = len(known.token_ids)
+        fields = self.delta(completion.text[len(known.text) :])
         return self.chunk_of(
             self.index[output.request_id],
-            self.delta(completion.text[len(known.text) :]),
-            self.logprobs(completion, len(known.token_ids)),
+            fields | self.token_ids(completion, start),
+            self.logprobs(completion, start),
             completion.finish_reason,
         )
+
+    def token_ids(self, completion: CompletionOutput, start: int) -> dict[str, Any]:
+        """The tokens from `start` on, if they were asked for."""
+        return {"token_ids": completion.token_ids[start:]} if self.return_token_ids else {}
 
     def chunk_of(
         self, index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None
@@ -264,6 +275,7 @@ class Answer:
             choice = {
                 "index": index,
                 **self.message(completion.text),
+                **self.token_ids(completion, 0),
                 "logprobs": self.logprobs(completion, 0),
                 "finish_reason": completion.finish_reason,
             }
@@ -322,8 +334,10 @@ class ChatAnswer(Answer):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, model: str, request_ids: SequenceOf[str], top_logprobs: int) -> None:
-        super().__init__(model, request_ids)
+    def __init__(
+        self, model: str, request_ids: SequenceOf[str], return_token_ids: bool, top_logprobs: int
+    ) -> None:
+        super().__init__(model, request_ids, return_token_ids)
         self.top_logprobs = top_logprobs
 
     def message(self, text: str) -> dict[str, Any]:

@@ -43,6 +43,9 @@ from nanoteach.protocol import (
 
 MAX_BODY_BYTES = 4 * 2**20
 RETRY_AFTER = 1  # seconds
+# Longer than clients keep idle connections (httpx, and so openai, 5 s): one that is reused in the
+# moment in which we close it costs its request.
+KEEP_ALIVE = 60
 CLIENT_LEFT = 499  # nobody reads it
 
 
@@ -160,7 +163,7 @@ def create_app(
         check_model(body.model)
         with api_errors():
             stream = await async_engine.open(body.prompts, body.params)
-            answer = CompletionAnswer(model_name, stream.request_ids)
+            answer = CompletionAnswer(model_name, stream.request_ids, bool(body.return_token_ids))
             return await respond(request, stream, partial(async_engine.close, stream), answer, body)
 
     @v1.post("/chat/completions")
@@ -172,7 +175,9 @@ def create_app(
             template = async_engine.engine.apply_chat_template
             prompt = await asyncio.to_thread(template, messages)
             stream = await async_engine.open([prompt], body.params)
-            answer = ChatAnswer(model_name, stream.request_ids, body.top_logprobs or 0)
+            answer = ChatAnswer(
+                model_name, stream.request_ids, bool(body.return_token_ids), body.top_logprobs or 0
+            )
             return await respond(request, stream, partial(async_engine.close, stream), answer, body)
 
     @app.get("/health")
@@ -326,6 +331,7 @@ class Server(uvicorn.Server):
                 port,
                 log_level="warning",
                 access_log=False,
+                timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=round(shutdown_timeout) + 5,
             )
         )
