@@ -18,8 +18,6 @@ from nanoteach.tiled_attention import TiledAttention, TiledMetadata
 class PlainDecoder:
     """See `FusedDecoder`."""
 
-    race = staticmethod(race)
-
     def __init__(self, model: Decoder, pool: TiledAttention, max_num_seqs: int) -> None:
         self.model, self.config, self.pool = model, model.config, pool
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=model.device)
@@ -43,3 +41,9 @@ class PlainDecoder:
         logits = self.model.logits(hidden)
         self.sampled[: len(hidden)] = self.race(logits, step.temperatures, seeds, positions)
         return hidden
+
+    def race(
+        self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
+    ) -> Tensor:
+        """See `FusedDecoder.race`."""
+        return race(logits, temperatures, seeds, positions)
