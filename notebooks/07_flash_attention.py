@@ -453,7 +453,8 @@ def decode_kernel(
     largest = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     weighted = tl.zeros([GROUP, DIM], tl.float32)
-    for start in range(0, length, TILE):
+    start = 0
+    while start < length:  # a `for` over a loaded number fails in some versions of the interpreter
         keys_at = start + tl.arange(0, TILE)
         there = keys_at < length
         block = tl.load(tables + seq * table_width + keys_at // SIZE, mask=there, other=0)
@@ -470,6 +471,7 @@ def decode_kernel(
         total = total * rescale + tl.sum(weights, 1)
         weighted = weighted * rescale[:, None] + tl.dot(weights, values)
         largest = new_largest
+        start += TILE
     tl.store(out + mine, weighted / total[:, None])
 
 
