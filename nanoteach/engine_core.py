@@ -65,6 +65,7 @@ class EngineCore:
         self.trace = trace
         self.filters = filters
         self.sequences: dict[str, Sequence] = {}  # all that wait or run
+        self.failed: list[str] = []  # the requests that ran in the last step, if it raised
         self.num_computed_tokens = 0
         self.batch_sizes: Counter[int] = Counter()  # how many steps had how many requests
 
@@ -119,8 +120,9 @@ class EngineCore:
         """One step. Returns the requests that got a token, finished ones among them.
 
         All or nothing: after a fault or Ctrl-C inside it, which is raised again, all requests have
-        the tokens that they had before, hold no blocks and wait.
+        the tokens that they had before, hold no blocks and wait. `failed` says who was in it.
         """
+        self.failed = []
         if not self.sequences:
             return []
         before = dict(self.sequences)
@@ -128,6 +130,7 @@ class EngineCore:
         try:
             return self.run_step()
         except BaseException:
+            self.failed = [seq.request_id for seq in self.scheduler.running]
             self.sequences = before
             for seq, n in zip(before.values(), num_tokens, strict=True):
                 num_output = n - seq.num_prompt_tokens

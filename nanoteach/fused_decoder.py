@@ -21,7 +21,7 @@ from nanoteach.kernels.thin_linear import few_linear, thin_linear
 from nanoteach.model import Decoder, LayerWeights, rope_table
 from nanoteach.paged_attention import PagedAttention
 from nanoteach.step_inputs import StepInputs
-from nanoteach.tiled_attention import MAX_SPLITS, TILE_ROWS
+from nanoteach.tiled_attention import MAX_SPLITS
 from nanoteach.triton_attention import chunk_attention, decode_attention
 from nanoteach.triton_launch import has_dependent_launch
 
@@ -133,6 +133,6 @@ class FusedDecoder:
         if not step.decodes_only:
             chunk_attention(
                 q, k_pool, v_pool, step.tables, step.query_starts, step.seq_lens, step.tile_seqs,
-                step.tile_starts, out, block_m=TILE_ROWS,
+                step.tile_starts, out, block_m=step.tile_rows,
             )  # fmt: skip
         return out.flatten(1)

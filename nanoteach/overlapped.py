@@ -111,6 +111,12 @@ class OverlappedEngineCore(EngineCore):
                 del self.sequences[seq.request_id]
         return changed
 
+    def abort_request(self, request_id: str, reason: str = "abort") -> None:
+        """See `EngineCore.abort_request`. What is in flight for nobody is never booked."""
+        super().abort_request(request_id, reason)
+        if not self.sequences:
+            self.flight = None
+
     def step(self) -> list[Sequence]:
         """See `EngineCore.step`. A fault loses what was in flight; it is computed again."""
         try:

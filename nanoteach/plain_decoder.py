@@ -18,8 +18,6 @@ from nanoteach.tiled_attention import TiledAttention, TiledMetadata
 class PlainDecoder:
     """See `FusedDecoder`."""
 
-    race = staticmethod(race)
-
     def __init__(self, model: Decoder, pool: TiledAttention, max_num_seqs: int) -> None:
         self.model, self.config, self.pool = model, model.config, pool
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=model.device)
@@ -34,7 +32,7 @@ class PlainDecoder:
         starts = torch.arange(len(input_ids) + 1) if step.decodes_only else step.query_starts
         metadata = TiledMetadata(
             [], [], step.slots, step.tables, lengths, step.decode_lens, starts, step.tile_seqs,
-            step.tile_starts, step.splits,
+            step.tile_starts, step.tile_rows, step.splits,
         )  # fmt: skip
         hidden = self.model.forward(input_ids, step.positions, self.pool, metadata)
         if not step.decodes_only:
@@ -43,3 +41,9 @@ class PlainDecoder:
         logits = self.model.logits(hidden)
         self.sampled[: len(hidden)] = self.race(logits, step.temperatures, seeds, positions)
         return hidden
+
+    def race(
+        self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
+    ) -> Tensor:
+        """See `FusedDecoder.race`."""
+        return race(logits, temperatures, seeds, positions)

@@ -100,7 +100,7 @@ def score(ranked: Tensor, order: Tensor, tokens: Tensor) -> Scores:
 # --- all together ------------------------------------------------------------------------------
 
 
-def pick(logits: Tensor, rules: Rules, race: Race = race) -> tuple[Tensor, Scores]:
+def pick(logits: Tensor, rules: Rules, race: Race) -> tuple[Tensor, Scores]:
     """The next token of each row, `[rows]`, and its scores; logits `[rows, vocab_size]`.
 
     Of equal scores the lower token id is the better.
@@ -138,7 +138,7 @@ def choose(logits: Tensor, seqs: list[Sequence]) -> list[int]:
     tokens = dict(zip(plain, drawn, strict=True))
     wanting = [seqs[row] for row in rows]
     whole, others = (torch.tensor(values, device=logits.device) for values in columns(wanting))
-    picked, scores = pick(logits[rows], Rules(*whole, *others))
+    picked, scores = pick(logits[rows], Rules(*whole, *others), race)
     tokens |= dict(zip(rows, picked.tolist(), strict=True))
     told = read(scores, [seq.params.logprobs for seq in wanting])
     for seq, logprobs in zip(wanting, told, strict=True):

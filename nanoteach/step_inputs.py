@@ -21,6 +21,9 @@ from nanoteach.tiled_attention import tiles_of
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512)
 MIXED_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+FEW_SEQS = 32
+"""A mixed step has room for as many requests as tokens, or, where that is enough, for so many: the
+LM head, sampling and the programs of those that are not there take 0.3 ms (H200)."""
 MIXED_SPLITS = 4
 """Splits of a decode's history beside prompt chunks, where the GPU has other work as well."""
 
@@ -47,7 +50,7 @@ class StepInputs:
     decodes only.
     logit_indices: tokens that are followed by a sample, `[num_samples]`; sample_positions, seeds
     and temperatures are those of the samples.
-    splits: into how many parts a decode's history is cut.
+    tile_rows: rows of queries in a tile. splits: into how many parts a decode's history is cut.
     """
 
     input_ids: Tensor
@@ -63,6 +66,7 @@ class StepInputs:
     seeds: Tensor
     temperatures: Tensor
     tables: Tensor
+    tile_rows: int
     splits: int
 
     @property
@@ -89,8 +93,9 @@ class StepBuffer:
     """
 
     def __init__(
-        self, tokens: int, decodes: int, seqs: int, tiles: int, tables: Tensor, splits: int
-    ) -> None:
+        self, tokens: int, decodes: int, seqs: int, tiles: int, tables: Tensor, tile_rows: int,
+        splits: int,
+    ) -> None:  # fmt: skip
         sizes = step_sizes(tokens, decodes, seqs, tiles)
         # Each begins at 16 bytes: Triton compiles anew for pointers that are aligned differently.
         padded = [-(-size // 4) * 4 for size in sizes.values()]
@@ -104,7 +109,7 @@ class StepBuffer:
 
         views = cut(self.device)
         views["temperatures"] = views["temperatures"].view(torch.float32)
-        self.inputs = StepInputs(**views, tables=tables, splits=splits)
+        self.inputs = StepInputs(**views, tables=tables, tile_rows=tile_rows, splits=splits)
         self.inputs.slots.fill_(-1)  # a graph is recorded by a run, which must store nothing
         self.views = [{k: v.numpy() for k, v in cut(host).items()} for host in self.hosts]
 
@@ -112,11 +117,13 @@ class StepBuffer:
         """Copy what was filled to the device, in one piece, without waiting for it."""
         self.device.copy_(self.hosts[turn], non_blocking=True)
 
-    def cut(self, tokens: int, decodes: int, seqs: int, tiles: int, splits: int) -> StepInputs:
+    def cut(
+        self, tokens: int, decodes: int, seqs: int, tiles: int, tile_rows: int, splits: int
+    ) -> StepInputs:
         """The inputs of a step without padding."""
         sizes = step_sizes(tokens, decodes, seqs, tiles)
         views = {name: getattr(self.inputs, name)[:size] for name, size in sizes.items()}
-        return replace(self.inputs, **views, splits=splits)
+        return replace(self.inputs, **views, tile_rows=tile_rows, splits=splits)
 
 
 def fill(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanoteach.model import AttentionMetadata
-from nanoteach.tiled_attention import TILE_ROWS, TiledAttention, TiledMetadata
+from nanoteach.tiled_attention import TiledAttention, TiledMetadata
 from nanoteach.triton_attention import chunk_attention, decode_attention
 
 
@@ -37,6 +37,6 @@ class TritonAttention(TiledAttention):
         if len(m.tile_seqs):
             chunk_attention(
                 q, k_pool, v_pool, m.tables, m.query_starts, m.lengths, m.tile_seqs,
-                m.tile_starts, out, block_m=TILE_ROWS,
+                m.tile_starts, out, block_m=m.tile_rows,
             )  # fmt: skip
         return out

@@ -4,6 +4,7 @@ Knows: the words of the public API, which are vLLM's. Does not know: how tokens 
 """
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -224,7 +225,10 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """What a request has come to so far. Times are in seconds on the engine's clock."""
+    """What a request has come to so far. Times are in seconds on the engine's clock.
+
+    token_times: when each output token came; time_to_first_token counts from the request's arrival.
+    """
 
     request_id: str
     prompt: str | None
@@ -233,7 +237,12 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     time_to_first_token: float | None = None
-    inter_token_times: list[float] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
+
+    @property
+    def inter_token_times(self) -> list[float]:
+        """From each output token to the next."""
+        return [b - a for a, b in itertools.pairwise(self.token_times)]
 
 
 class Event(NamedTuple):

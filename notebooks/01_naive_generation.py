@@ -29,6 +29,7 @@ import torch
 from nanoteach.config import EngineConfig
 from nanoteach.cost_model import SHAPES, VirtualClock, Work, step_cost
 from nanoteach.course import exercise, open_notebook, pictures, predict, reveal, show
+from nanoteach.course.timing import recorded_stages, stage_table, timing_model, where
 from nanoteach.hardware import hardware_named, measure
 from nanoteach.hub import default_model, resolve_model
 from nanoteach.loader import checkpoint_files, eos_token_ids, load_model, load_tokenizer
@@ -807,20 +808,32 @@ print("limited by computing from", first, "tokens on")
 #
 # ## Measure it
 #
-# And on the machine in front of you? It has far less arithmetic for each byte, so little is hidden.
-# `measure` finds its ceilings anew; the prediction is made of them, in float32. (They may differ
-# from those of notebook 00: a machine is not equally fast at all times.)
+# And on the machine in front of you? A CPU has far less arithmetic for each byte, so little is
+# hidden. `timing_model` says what is timed in this course: `tiny` in float32 on a CPU; where there
+# is an NVIDIA GPU, Qwen3-0.6B in bfloat16 on that. (The prompt stays a list of numbers. To Qwen
+# they are another text, and take the same time.)
+
+# %%
+live = timing_model()
+
+# %% [markdown]
+# `measure` finds the machine's ceilings anew; the prediction is made of them. (They may differ from
+# those of notebook 00: a machine is not equally fast at all times.)
 
 # %% tags=["nbval-ignore-output"]
-here = measure("cpu")
+here = measure(live.device, live.dtype)
+loop = NaiveGenerator(live)
+loop.next_token(request_f)  # the first call of all also sets things up
 took = []
 text_so_far = list(request_f)
 for _ in range(40):
     began = time.perf_counter()
-    text_so_far.append(naive.next_token(text_so_far))
+    text_so_far.append(loop.next_token(text_so_far))
     took.append(time.perf_counter() - began)
-bound = simulated(config, here, len(request_f), 40, cache=False, bytes_per_value=4)
-once = simulated(config, here, len(request_f), 40, cache=True, bytes_per_value=4)
+bound, once = (
+    simulated(live.config, here, len(request_f), 40, cache, live.dtype.itemsize)
+    for cache in (False, True)
+)
 print(f"this machine: {here.flops / 1e9:.0f} GFLOP/s, reads {here.read_bandwidth / 1e9:.1f} GB/s")
 print(f"measured        {1000 * sum(took):7.0f} ms, {40 / sum(took):6.1f} tokens/s")
 print(f"predicted bound {1000 * bound:7.0f} ms, {40 / bound:6.1f} tokens/s")
@@ -830,9 +843,34 @@ print(f"a step took {1000 * first:.1f} ms at the beginning and {1000 * last:.1f}
 
 # %% [markdown]
 # The measured run is slower than its bound. The products are small, so that PyTorch's own work for
-# each operation counts, and the bound leaves out what lies between the products. A step at the end
-# takes longer than one at the beginning, since the text has grown: that is the triangle, in
+# each operation counts, and the bound leaves out what lies between the products. On a CPU a step at
+# the end takes longer than one at the beginning, since the text has grown: that is the triangle, in
 # milliseconds.
+#
+# ### On an H200
+#
+# The same loop on a large GPU, as recorded: 24 requests, prompts of 64 to 512 tokens, 16 to 64
+# tokens to write, with weights of Qwen3-0.6B's shape in bfloat16. All later notebooks show their
+# stage on these requests. *At best* is the cost model's answer: the same steps, each as fast as the
+# ceilings of the H200 allow.
+
+# %%
+on_h200 = recorded_stages(1)
+print(where("stages_h200"))
+print(stage_table(on_h200))
+
+# %% tags=["nbval-ignore-output"]
+rung = pictures.Rung("1 naive generation", 40 / sum(took), 40 / bound)
+pictures.ladder({"this machine": [rung], "an H200, recorded": [on_h200[0].rung]})
+
+# %% [markdown]
+# Compare each bar with its bound. The H200's ceilings are hundreds of times higher than a CPU's,
+# and the loop uses next to nothing of them. The last two columns say how much is lost: the bytes
+# and FLOPs of such a step would take less than half a millisecond there. But a step is more than a
+# thousand small operations, and Python starts them one after the other. That takes many
+# milliseconds, whatever the GPU can do. Keep this in mind when the next stages save bytes and
+# FLOPs: on a GPU a step may cost what it costs to *start* it. Notebook 08 looks into that, and ends
+# it.
 #
 # ## Bug clinic
 #

@@ -21,10 +21,11 @@
 
 # %% tags=["nbval-ignore-output"]
 import random
-import time
+from functools import partial
 
 import torch
 
+from nanoteach.bench.workloads import stage_workload
 from nanoteach.block_manager import BlockManager
 from nanoteach.config import EngineConfig
 from nanoteach.cost_model import SHAPES, Work, kv_bytes_per_token, max_requests, step_cost
@@ -39,10 +40,11 @@ from nanoteach.course import (
     widgets,
 )
 from nanoteach.course.pictures import RecordingClock, Request, static_run
+from nanoteach.course.timing import recorded_stages, stage_table, timed, timing_model, where
 from nanoteach.hardware import hardware_named, measure
 from nanoteach.hub import resolve_model
 from nanoteach.loader import eos_token_ids, load_model, load_tokenizer
-from nanoteach.paged_attention import PagedAttention, Row
+from nanoteach.paged_attention import PagedAttention, Row, group_by_length
 from nanoteach.reference import compare, references
 from nanoteach.stages import STAGES, Parts
 from nanoteach.types import SamplingParams, Trace
@@ -69,12 +71,12 @@ def chat(question):
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def stage(number, num_tokens, **options):
+def stage(number, num_tokens, clock=None, model=model, trace=None):
     """A stage of the course with K/V memory for so many tokens."""
     config = EngineConfig(
         max_num_seqs=24, max_model_len=1024, num_gpu_blocks_override=num_tokens // 16
     )
-    return STAGES[number - 1].build(Parts(model, config, eos, **options))
+    return STAGES[number - 1].build(Parts(model, config, eos, clock, trace))
 
 
 questions = {
@@ -598,36 +600,31 @@ for name, width in (("rows", 4), ("pages", 24)):
 # Five times fewer steps. On this machine, is that five times the speed? The cost model says no.
 # Here is one step of each kind, 40 tokens in each request, on the machine's measured ceilings:
 
+# %%
+live = timing_model()
+
 # %% tags=["nbval-ignore-output"]
-here = measure("cpu")
+here = measure(live.device, live.dtype)
 for width in (4, 24):
-    cost = step_cost(model.config, [Work(1, 40)] * width, bytes_per_value=4)
+    cost = step_cost(live.config, [Work(1, 40)] * width, live.dtype.itemsize)
     milliseconds = 1000 * cost.seconds(here)
-    print(f"{width:2} requests: {milliseconds:5.1f} ms a step, limited by {cost.limit(here)}")
+    print(f"{width:2} requests: {milliseconds:6.2f} ms a step, limited by {cost.limit(here)}")
 
 # %% [markdown]
 # If computing limits the wide step, it takes longer, and part of the gain is lost. (On a CPU with
-# many cores, memory may limit both.)
+# many cores, or on a GPU, memory may limit both.)
 #
 # Now the prediction for the whole run, and beside it the wall clock.
 
 # %% tags=["nbval-ignore-output"]
-num_output = sum(s.max_tokens for s in wanted)
-speeds = {}
-for number, name in ((2, "rows"), (3, "pages")):
-    clock = RecordingClock(model.config, here, bytes_per_value=4)
-    generator = stage(number, 4 * 1024, clock=clock)
-    start = time.perf_counter()
-    generator.generate(chats, wanted)
-    seconds = time.perf_counter() - start
-    speeds[name] = pictures.Rung(f"{number} {name}", num_output / seconds, num_output / clock.now())
+rungs = [
+    timed(name, live, here, partial(stage, number, 4 * 1024, model=live), chats, wanted)
+    for number, name in ((2, "2 rows"), (3, "3 pages"))
+]
 for which in ("predicted", "measured"):
-    a, b = (getattr(speed, which) for speed in speeds.values())
+    a, b = (getattr(rung, which) for rung in rungs)
     print(f"{which:9}  rows {a:7,.0f}, pages {b:7,.0f} tokens/s: {b / a:.1f} times")
 reveal("this machine, tiny, short chats: 24 in a batch, not 4", b / a, "times as fast")
-
-# %% tags=["nbval-ignore-output"]
-pictures.ladder({"this machine": list(speeds.values())})
 
 # %% [markdown]
 # Both speeds are below the bound. The gain may be larger than predicted, or smaller. The bound
@@ -635,9 +632,36 @@ pictures.ladder({"this machine": list(speeds.values())})
 # leaves out. To start an operation takes the same time for 4 requests as for 24: that is for the
 # pages. Stage 3 copies every history before it attends: that is against them.
 #
-# And the H200? 128 requests come at the same moment, 512 tokens in and 512 out, in 14 GiB, with a
-# limit of 4,096 tokens: 32 rows, as above. In pages all 128 fit. This is the course's own stage 2
-# and stage 3, on the virtual clock.
+# Both stages as recorded on an H200, in the 24 requests of notebook 01, eight side by side:
+
+# %%
+on_h200 = recorded_stages(2, 3)
+print(where("stages_h200"))
+print(stage_table(on_h200))
+
+# %% tags=["nbval-ignore-output"]
+pictures.ladder({"this machine": rungs, "an H200, recorded": [stage.rung for stage in on_h200]})
+
+# %% [markdown]
+# There pages bring nothing. Memory is no matter in this run: the H200 has room for every row, so
+# both stages do the same steps with the same requests, and the prediction sees no gain. What pages
+# add is work. To gather a history through its table takes more operations in each layer, and on a
+# GPU it is their number that takes the time. And it is done several times: neighbours are gathered
+# together only if the longest of them is at most twice as long as the shortest. Here are the first
+# eight requests of that run, when they begin to decode:
+
+# %%
+first_eight = [len(p) for p in stage_workload(qwen.vocab_size, small=False).prompts[:8]]
+print("prompts of", first_eight)
+print("gathered in", len(group_by_length(first_eight)), "groups in every layer, K and V apart")
+
+# %% [markdown]
+# So the price of pages is in the picture, and what they are for is not. (How large the price is,
+# two runs can't say for sure: the host sets the pace there, and it is not the same in every run.
+# Notebook 05 shows two runs of the very same parts.) For that, give the H200 little memory. 128
+# requests come at the same moment, 512 tokens in and 512 out, in 14 GiB, with a limit of 4,096
+# tokens: 32 rows, as above. In pages all 128 fit. This is the course's own stage 2 and stage 3, on
+# the virtual clock.
 
 # %%
 many = [Request(512, 512)] * 128

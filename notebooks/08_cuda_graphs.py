@@ -17,14 +17,18 @@
 # **At the end a decode step is one launch instead of more than a thousand, its inputs lie in
 # buffers of fixed places, and the next step is prepared while this one runs.**
 #
-# 75 minutes. It needs the engine of notebooks 04 and 06, and the cost model of 00. No GPU, and no
+# 60 minutes. It needs the engine of notebooks 04 and 06, and the cost model of 00. No GPU, and no
 # download: the GPU's part of the story is told from a recorded run, and what you write runs here.
+#
+# Run the exercise cells too, also unwritten: they put your saved version, or the package's, in
+# place.
 
 # %% tags=["nbval-ignore-output"]
 import time
 from collections import Counter
 from dataclasses import replace
-from statistics import median
+from functools import partial
+from statistics import median, quantiles
 from unittest.mock import patch
 
 import numpy as np
@@ -34,8 +38,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanoteach import cuda_graphs
 from nanoteach.config import EngineConfig
 from nanoteach.cost_model import SHAPES, Work, step_cost, weight_bytes_read
-from nanoteach.course import exercise, installed, open_notebook, predict, reveal, show
+from nanoteach.course import exercise, installed, open_notebook, pictures, predict, reveal, show
 from nanoteach.course import pictures_08 as told
+from nanoteach.course.timing import (
+    recorded_stages,
+    stage_table,
+    timed,
+    timing_device,
+    timing_model,
+    where,
+)
 from nanoteach.hardware import hardware_named, measure
 from nanoteach.hub import resolve_model
 from nanoteach.loader import eos_token_ids, load_model, load_tokenizer
@@ -57,8 +69,9 @@ open_notebook(8)
 
 # %%
 record = recorded("timeline_h200")
-print(f"({told.where(record)})")
-eager = record["steps"]["stage 7, eager"]
+print(where("timeline_h200"))
+gpu_steps = {name: step for name, step in record["steps"].items() if "plain loop" not in name}
+eager = gpu_steps["stage 7, eager"]
 for event in eager["events"][600:612]:
     name = event["name"].replace("void at::native::", "")
     print(f"{event['start_us']:9.1f} µs, for {event['us']:4.1f} µs: {name[:56]}")
@@ -70,11 +83,14 @@ for event in eager["events"][600:612]:
 # %%
 launches, busy, wall = told.summary(eager)
 print(f"kernels launched in the step                {launches:8,}")
-print(f"a kernel runs for                           {busy:8,.0f} µs")
+print(f"all of them together run for                {busy:8,.0f} µs")
 print(f"the whole step takes (median, no profiler)  {wall:8,.0f} µs")
 print(f"the GPU works                               {busy / wall:8.1%} of the time")
 
 # %% [markdown]
+# (The kernels are those of one step under the profiler, and the whole step's time is the median of
+# many without it. So the last kernel need not end at that very time.)
+#
 # What does it wait for? For the host. A kernel doesn't run by itself: the CPU has to **launch** it.
 # PyTorch looks up which kernel fits, allocates the result, and puts the kernel into the GPU's
 # queue. That costs the host about the same for a small kernel as for a large one. Recorded on the
@@ -96,8 +112,11 @@ print(f"what the step's bytes would take: {bound / 1e3:.2f} ms")
 # call on a thousand:
 
 # %% tags=["nbval-ignore-output"]
+device, _ = timing_device()
 for size in (1, 1000, 1_000_000):
-    x = torch.ones(size)
+    x = torch.ones(size, device=device)
+    for _ in range(20):  # the first calls set things up
+        x.add_(1)
     samples = []
     for _ in range(200):
         start = time.perf_counter()
@@ -136,6 +155,7 @@ print(f"({cost:.1f} µs a launch; bytes: {hardware_named('h200').name})")
 
 # %% [markdown]
 # Fusing alone is not enough: even 175 launches take longer than the bytes. One launch would do.
+# (And it is a bound: what Python does between two launches is not in it.)
 #
 # ## Fewer launches: fusion
 #
@@ -189,7 +209,9 @@ print(", ".join(f"{name} {n}" for name, n in a_layer.items()))
 qwen = SHAPES["qwen3-0.6b"]
 h, q, kv, wide = qwen.hidden_size, qwen.q_size, qwen.kv_size, qwen.intermediate_size
 # What: launches, and bytes read and written for one token, 2 a value in bfloat16, 4 in float32.
-norm = 2 + 4 + 4 + 4 + 4 + 4 + 4 + 4 + 2 + 2 + 2  # bytes a value, over its eight calls
+# The eight calls of a norm, in bytes a value: to float32, square, mean (epsilon and root have one
+# number a row), times, back to bfloat16, times the weight.
+norm = (2 + 4) + (4 + 4) + 4 + (4 + 4) + (4 + 2) + (2 + 2)
 before = {
     "input norm": (8, norm * h),
     "QKV product": (1, 2 * h + 2 * (q + 2 * kv)),
@@ -243,7 +265,7 @@ for tokens in (1, 256):
 # Now the recorded run. Do its kernels agree with the count?
 
 # %%
-for name, step in record["steps"].items():
+for name, step in gpu_steps.items():
     launches, busy, wall = told.summary(step)
     kinds = Counter(told.kind_of(event["name"]) for event in step["events"])
     print(f"{name:15} {launches:5,} launches: " + ", ".join(f"{n} {k}" for k, n in kinds.items()))
@@ -263,20 +285,22 @@ for name, step in record["steps"].items():
 # %%
 rate = hardware_named("h200").read_bandwidth
 shapes = {"QKV": (h, q + 2 * kv), "output": (q, h), "gate and up": (h, 2 * wide), "down": (wide, h)}
-noted = [[cell.strip() for cell in line.split("|")[1:-1]]
-         for line in told.noted("Products for few tokens")[2:]]  # fmt: skip
-print("recorded on an H200, µs      MB  bound   ours: 1 token, 8, 16   cuBLAS")
-for row in noted:
-    width, height = next(shape for name, shape in shapes.items() if row[0].startswith(name))
-    size = 2 * width * height
-    ours = f"{row[2]:>8} {row[5]:>6} {row[6]:>6}"
-    print(f"{row[0][:24]:24} {size / 1e6:7.1f} {1e6 * size / rate:6.2f} {ours}   {row[1]}")
+products = recorded("products_h200")
+taken = {(row["product"], row["tokens"]): (median(row["ours_us"]), median(row["cublas_us"]))
+         for row in products["rows"]}  # fmt: skip
+print(where("products_h200"))
+print("µs a layer     MB  bound    1 token: ours, cuBLAS    8: ours, cuBLAS   16: ours, cuBLAS")
+for name, (width, height) in shapes.items():
+    size, key = 2 * width * height, name.lower().replace(" and ", "_")
+    pairs = "   ".join("{:10.1f} {:7.1f}".format(*taken[key, tokens]) for tokens in (1, 8, 16))
+    print(f"{name:12} {size / 1e6:5.1f} {1e6 * size / rate:6.2f} {pairs}")
 
 # %% [markdown]
-# With one token, ours take 1.3 to 2.6 times their bounds. cuBLAS takes 1.6 to 4.4 times as long as
-# ours (its time for gate and up is the product alone; ours has the norm and SiLU in it). At 16
-# tokens it has caught up: there a weight is used 16 times, and the tensor cores pay. So stage 8 has
-# both, and chooses by the number of tokens. The whole table, and what lost, is in `notes/gpu.md`.
+# With one token ours are nearer to their bounds, and that although they do more: cuBLAS's time is
+# the product alone, and ours have the norm before it or the residual after it inside. The more
+# tokens, the more often a weight is used once it is read, and at 16 cuBLAS has overtaken. So stage
+# 8 has both, and chooses by the number of tokens. What was tried on the way, and what lost, is in
+# `notes/gpu.md`.
 #
 # ## One launch: graphs
 #
@@ -448,8 +472,9 @@ show("nanoteach.step_inputs.fill_decodes")
 # ### Block tables
 #
 # One input is large. With 256 requests of 4,096 tokens, blocks of 16, the tables are 65,536
-# numbers. Written by Python in every step, that would take several times as long as the step. But
-# from one step to the next hardly anything changes: a request gets a new block every 16 tokens.
+# numbers. To write them all in every step would take the host milliseconds (measured below), a
+# large part of the step. And nearly all of them are known already: from one step to the next a
+# request gets a new block every 16 tokens, and that is all.
 #
 # So `BlockTables` keeps host copies of the tables, and remembers what is in them. It has:
 #
@@ -610,11 +635,11 @@ def chat(text):
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def engine(stage, **options):
-    """A stage on `tiny`: at most 8 requests, and 64 tokens a step."""
+def engine(stage, clock=None, model=model, **options):
+    """A stage on `tiny` or another model: at most 8 requests, and 64 tokens a step."""
     defaults = {"max_num_seqs": 8, "max_model_len": 256, "num_gpu_blocks_override": 64,
                 "max_num_batched_tokens": 64, "block_size": 8}  # fmt: skip
-    return LADDER[stage - 1].build(Parts(model, EngineConfig(**defaults | options), eos))
+    return LADDER[stage - 1].build(Parts(model, EngineConfig(**defaults | options), eos, clock))
 
 
 def watch(core):
@@ -670,7 +695,7 @@ print("F:", tokenizer.decode(F.output_token_ids, skip_special_tokens=True))
 # S ended by an end token and cost one row more than needed. F ended by its length and cost none.
 # Its story is the same one as in every notebook since 01.
 #
-# And a chunk of padding never stores: here are the places of the pool that changed in a step with
+# And a padded row never stores: here are the places of the pool that changed in a step with
 # three requests in the graph of 4.
 
 # %%
@@ -713,34 +738,43 @@ for title, options in (
 # ## What it brings
 #
 # The recorded steps again, all three: stage 7 as you saw it above, stage 8 with its kernels
-# launched one by one, and stage 8 in a graph.
+# launched one by one, and stage 8 in a graph. The kernels' times are added up; the GPU is at work
+# while at least one runs.
 
 # %%
-print("                 launches   kernels run      the step     tokens/s")
-for name, step in record["steps"].items():
+print("                 launches kernels' times   GPU at work      the step     tokens/s")
+for name, step in gpu_steps.items():
     launches, busy, wall = told.summary(step)
-    print(f"{name:15} {launches:9,} {busy:10,.0f} µs {wall:10,.0f} µs {1e6 / wall:12,.0f}")
-print(f"{'bound, bytes':15} {'':9} {'':13} {bound:10,.0f} µs {1e6 / bound:12,.0f}")
+    added = sum(event["us"] for event in step["events"])
+    print(f"{name:15} {launches:9,} {added:11,.0f} µs {busy:10,.0f} µs {wall:10,.0f} µs "
+          f"{1e6 / wall:12,.0f}")  # fmt: skip
+print(f"{'bound, bytes':15} {'':9} {'':14} {'':13} {bound:10,.0f} µs {1e6 / bound:12,.0f}")
 graph = median(record["launch_us"]["graph"])
 print(f"launching the graph: {graph:.0f} µs, as much as {graph / cost:.0f} small kernels")
 
 # %% tags=["nbval-ignore-output"]
-told.step_kernels(record["steps"])
+told.step_kernels(gpu_steps)
 
 # %% [markdown]
 # Beside what you said, if you did:
 
 # %% tags=["nbval-ignore-output"]
-fused = told.summary(record["steps"]["stage 8, eager"])
-in_graph = told.summary(record["steps"]["stage 8, graph"])
+fused = told.summary(gpu_steps["stage 8, eager"])
+in_graph = told.summary(gpu_steps["stage 8, graph"])
 reveal("H200, one request: launches a step with fused kernels", fused[0], "launches")
 reveal("H200, one request: a step with fused kernels, launched one by one", fused[2] / 1e3, "ms")
 reveal("H200, one request: a step with fused kernels in a graph", in_graph[2] / 1e3, "ms")
 
 # %% [markdown]
-# Fusing cut the launches to a seventh and the kernels' time to less than a third, and yet the GPU
-# was idle nine tenths of the time: it waited for 174 launches from Python. The graph has the same
-# 174 kernels and no gaps. The step now takes as long as its kernels do.
+# Fusing cut the launches to a seventh and the kernels' time to about a third, and yet the GPU was
+# idle some nine tenths of the time: it waited for 174 launches from Python. That takes several
+# times what the launches alone would: the rest is Python between them (the record does not divide
+# it).
+#
+# The graph has the same 174 kernels and no gaps. The step now takes about as long as the GPU is at
+# work. And that is less than before, though the kernels' own times add up to more: in the graph a
+# kernel begins while the one before it still ends, and waits for its result. Launched one by one,
+# most are over before the next one comes.
 #
 # It is still twice the bound. 168 kernels in a row each have a beginning, where they wait for the
 # first bytes, and an end, where few programs are left.
@@ -749,7 +783,7 @@ reveal("H200, one request: a step with fused kernels in a graph", in_graph[2] / 
 
 # %%
 bench = recorded("bench_h200")
-print(f"({told.where(bench)})")
+print(where("bench_h200"))
 for row in bench["rows"]:
     if row["samples"] and row["bound"] and row["unit"] == "tok/s":
         reached, most = median(row["samples"]), row["bound"]
@@ -757,39 +791,48 @@ for row in bench["rows"]:
               f"of {most:9,.0f}: {reached / most:.0%}")  # fmt: skip
 
 # %% [markdown]
-# What did the loop alone give? From `notes/gpu.md`:
+# What did the loop alone give? The same step of one request once more, with the same graphs, in the
+# plain loop, which commits a step before it schedules the next:
 
 # %%
-print(told.note("The loop", "plain loop"))
+for name in ("stage 8, graph", "stage 8, graph, plain loop"):
+    low, middle, high = quantiles(record["steps"][name]["wall_us"], n=4)
+    print(f"{name:28} {middle:6.0f} µs a step, half of them {low:,.0f} to {high:,.0f}")
 
 # %% [markdown]
-# For one request the host's work was short against the step; for 256 there are 256 rows to fill and
-# to commit, and more is hidden.
+# The difference is what the host needs for one request: to commit, to schedule, to fill the
+# buffers. With 256 requests there are 256 rows to fill and to commit, and more is hidden.
 #
 # ### On this machine
 #
-# There are no launches to save here, and host and device are the same cores: nobody waits for
+# On a CPU there are no launches to save, and host and device are the same cores: nobody waits for
 # anybody, so a loop that is one step ahead gains nothing. `PlainDecoder` is slower than stage 6's
-# runner, and padded rows cost real time. What you see is that the logic is right, not that it is
-# fast.
+# runner, and a padded row is computed like any other. What you see there is that the logic is
+# right, not that it is fast. Where there is an NVIDIA GPU, these are the real kernels and graphs.
+
+# %%
+live = timing_model()
 
 # %% tags=["nbval-ignore-output"]
-here = measure("cpu")
+here = measure(live.device, live.dtype)
 some = prompts[:3]
-same = SamplingParams(max_tokens=8, ignore_eos=True)
-least = sum(
-    step_cost(model.config, [Work(1, len(p) + i) for p in some], 4).seconds(here) for i in range(8)
-)
-print(f"bound of the decodes         {len(some) * 8 / least:8,.0f} tokens/s")
+same = SamplingParams(max_tokens=8 if live.device.type == "cpu" else 64, ignore_eos=True)
+rungs = []
 for title, stage, options in (
-    ("stage 6", 6, {}), ("stage 8, steps as they are", 8, {"enforce_eager": True}),
-    ("stage 8, padded sizes", 8, {}),
+    ("6", 6, {}), ("8, steps as they are", 8, {"enforce_eager": True}), ("8, graphs", 8, {}),
 ):  # fmt: skip
-    core = engine(stage, **options)
-    start = time.perf_counter()
-    core.generate(some, same)
-    took = time.perf_counter() - start
-    print(f"{title:28} {len(some) * 8 / took:8,.0f} tokens/s")
+    rung = timed(title, live, here, partial(engine, stage, model=live, **options), some, same)
+    rungs.append(rung)
+    print(f"stage {title:22} {rung.measured:8,.0f} tokens/s, at most {rung.predicted:8,.0f}")
+
+# %% tags=["nbval-ignore-output"]
+on_h200 = [stage.rung for stage in recorded_stages(7, 8)]
+pictures.ladder({"this machine": rungs, "an H200, recorded": on_h200})
+
+# %% [markdown]
+# On the right are stages 7 and 8 in the 24 requests of notebook 01, eight at a time. On a CPU a
+# graph has nothing to save. On the H200 the same steps, with fewer kernels in each, and recorded
+# instead of launched one by one, are most of the speed.
 
 # %% [markdown]
 # ## Bug clinic
@@ -842,7 +885,11 @@ print("the graph ", rerun.inputs.positions.tolist())
 
 # %%
 class Mended(Patient):
-    """Your mend."""
+    """Change what is wrong. (`super().send` would be the patient's.)"""
+
+    def send(self, turn):
+        StepBuffer.send(self, turn)
+        self.inputs = replace(self.inputs, positions=self.narrow.long())
 
 
 # %%
@@ -1001,26 +1048,21 @@ print(examine_rows(mended))
 # The ladder as recorded, one small workload on all stages, in the order of the course:
 
 # %%
-stages = recorded("stages_h200")
-print(f"({told.where(stages)}; {stages['model']}, {stages['dtype']})")
-rungs = [row for row in stages["rows"] if row["samples"]]
-first = median(rungs[0]["samples"])
-for row in rungs:
-    speed = median(row["samples"])
-    print(f"{row['workload']:24} {speed:8,.0f} {row['unit']}   x {speed / first:6.1f} of the first")
+print(where("stages_h200"))
+print(stage_table(recorded_stages(*range(1, 9))))
 
 # %% [markdown]
 # Stages 1 to 7 all launch kernels one by one from Python, and on this GPU that is what limits them.
 # Each was right about what it saves: tokens not computed twice, memory not reserved, slots not
 # idle. With eight short requests at a time, none of it is what the time goes to, and stage 3, which
-# gathers its pages with more calls, is even slower than stage 2. Only when the launches are gone do
-# the bytes show. On a large model, or a wide batch, the order of the gains is another one.
+# gathers its pages with more calls, gains nothing. Only when the launches are gone do the bytes
+# show. On a large model, or a wide batch, the order of the gains is another one.
 #
 # - **The bottleneck now**: for one request, the beginnings and ends of 168 kernels. For 256, K/V:
 #   attention is most of the step.
 # - A prompt step is not in a graph: the host still launches it kernel by kernel, which delays the
 #   first token.
-# - Recording takes a second, and memory:
+# - Recording takes time before the first request, and memory:
 
 # %%
 for row in bench["rows"]:

@@ -69,6 +69,34 @@ def upside_down(running, scores, values):
     )
 
 
+@wrong(ATTEND, "nan: from -inf to the first score")
+def upside_down_from_the_first(running, scores, values):
+    largest = torch.maximum(running.largest, scores.amax(-1))
+    rescale = torch.exp(largest - running.largest)
+    weights = torch.exp(scores - largest.unsqueeze(-1))
+    return Running(
+        largest,
+        running.total * rescale + weights.sum(-1),
+        running.weighted * rescale.unsqueeze(-1) + weights @ values,
+    )
+
+
+@wrong(ATTEND, "Return a Running(largest, total, weighted)")
+def a_plain_tuple(running, scores, values):
+    largest = torch.maximum(running.largest, scores.amax(-1))
+    rescale = torch.exp(running.largest - largest)
+    weights = torch.exp(scores - largest.unsqueeze(-1))
+    total = running.total * rescale + weights.sum(-1)
+    return largest, total, running.weighted * rescale.unsqueeze(-1) + weights @ values
+
+
+@wrong(ATTEND, "is a `return` missing?")
+def returns_nothing(running, scores, values):
+    largest = torch.maximum(running.largest, scores.amax(-1))
+    weights = torch.exp(scores - largest.unsqueeze(-1))
+    Running(largest, running.total + weights.sum(-1), running.weighted + weights @ values)
+
+
 @wrong(ATTEND, "must go on counting")
 def forgets_what_was(running, scores, values):
     largest = torch.maximum(running.largest, scores.amax(-1))
@@ -127,6 +155,17 @@ def never_divides(outs, log_sums):
     return (outs * log_sums.exp().unsqueeze(-1)).sum(0)
 
 
+@wrong(COMBINE, "must add up to 1: divide by their sum")
+def takes_off_the_largest_and_never_divides(outs, log_sums):
+    weights = torch.exp(log_sums - log_sums.amax(0))
+    return (outs * weights.unsqueeze(-1)).sum(0)
+
+
+@wrong(COMBINE, "These are their logarithms")
+def logarithms_of_the_shares(outs, log_sums):
+    return (outs * torch.log_softmax(log_sums, 0).unsqueeze(-1)).sum(0)
+
+
 @wrong(COMBINE, "not the rows: dimension 0")
 def over_rows(outs, log_sums):
     return (outs * torch.softmax(log_sums, dim=-1).unsqueeze(-1)).sum(0)
@@ -154,7 +193,7 @@ def the_largest_that_fits(num_seqs, num_kv_heads, longest):
     return max(n for n in (1, 2, 4, 8, 16, 32) if fits(n))
 
 
-@wrong(SPLITS, "One doubling too many")
+@wrong(SPLITS, "ask this rule of the number that you double to")
 def looks_before_doubling(num_seqs, num_kv_heads, longest):
     splits = 1
     while (
@@ -166,7 +205,7 @@ def looks_before_doubling(num_seqs, num_kv_heads, longest):
     return splits
 
 
-@wrong(SPLITS, "more parts than that stay empty")
+@wrong(SPLITS, "The third rule is about half the parts: 16 x 64 = 1,024 is not less than 200")
 def whatever_the_history(num_seqs, num_kv_heads, longest):
     splits = 1
     while splits < MAX_SPLITS and num_seqs * num_kv_heads * splits * 2 <= 528:
@@ -190,7 +229,58 @@ def without_end(num_seqs, num_kv_heads, longest):
     return splits
 
 
-@wrong(SPLITS, "A power of two")
+@wrong(SPLITS, "2 x 64 = 128 is less than 200")
+def third_rule_of_the_doubled_number(num_seqs, num_kv_heads, longest):
+    splits = 1
+    while (
+        splits < MAX_SPLITS
+        and num_seqs * num_kv_heads * splits * 2 <= 528
+        and splits * 2 * TILE_KEYS < longest
+    ):
+        splits *= 2
+    return splits
+
+
+@wrong(SPLITS, "2 x 64 = 128 is not less than 128")
+def third_rule_with_equality(num_seqs, num_kv_heads, longest):
+    splits = 1
+    while (
+        splits < MAX_SPLITS
+        and num_seqs * num_kv_heads * splits * 2 <= 528
+        and splits * TILE_KEYS <= longest
+    ):
+        splits *= 2
+    return splits
+
+
+@wrong(SPLITS, "2 x 64 = 128 is less than 129")
+def no_more_parts_than_tiles(num_seqs, num_kv_heads, longest):
+    tiles, splits = -(-longest // TILE_KEYS), 1
+    while splits * 2 <= min(MAX_SPLITS, tiles) and num_seqs * num_kv_heads * splits * 2 <= 528:
+        splits *= 2
+    return splits
+
+
+@wrong(SPLITS, "It never is 0")
+def nothing_where_nothing_is_cut(num_seqs, num_kv_heads, longest):
+    fits = [n for n in (2, 4, 8, 16, 32)
+            if num_seqs * num_kv_heads * n <= 528 and n // 2 * TILE_KEYS < longest]  # fmt: skip
+    return max(fits, default=0)
+
+
+@wrong(SPLITS, "give an int")
+def not_counted(num_seqs, num_kv_heads, longest):
+    splits = 1
+    while (
+        splits < MAX_SPLITS
+        and num_seqs * num_kv_heads * splits * 2 <= 528
+        and splits * TILE_KEYS < longest
+    ):
+        splits *= 2
+    return splits / 1
+
+
+@wrong(SPLITS, "3 is not a power of two")
 def no_power_of_two(num_seqs, num_kv_heads, longest):
     tiles = -(-longest // TILE_KEYS)
     return min(MAX_SPLITS, tiles, max(1, 528 // max(1, num_seqs * num_kv_heads)))
@@ -260,6 +350,22 @@ def through_the_step(query_lens, first_seq, tile_tokens):
         seq = next(i for i, end in enumerate(ends) if begin < end)
         found.append((first_seq + seq, begin))
     return found
+
+
+@wrong(TILES, "the decodes are not in it")
+def leaves_out_decodes_that_are_not_there(query_lens, first_seq, tile_tokens):
+    return [
+        (seq, start)
+        for seq, n in enumerate(query_lens[first_seq:], first_seq)
+        for start in range(0, n, tile_tokens)
+    ]
+
+
+@wrong(TILES, "Return a list of pairs")
+def a_generator(query_lens, first_seq, tile_tokens):
+    for i, n in enumerate(query_lens):
+        for start in range(0, n, tile_tokens):
+            yield first_seq + i, start
 
 
 @wrong(TILES, "Count the new tokens of each sequence from 0")

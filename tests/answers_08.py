@@ -43,6 +43,16 @@ def always_the_largest(sizes, num):
     return sizes[-1] if num <= sizes[-1] else None
 
 
+@wrong(BUCKET, "That is its place in the list")
+def the_place(sizes, num):
+    return next((place for place, size in enumerate(sizes) if size >= num), None)
+
+
+@wrong(BUCKET, "None where none fits")
+def the_smallest_of_nothing(sizes, num):
+    return min(size for size in sizes if size >= num)
+
+
 FILL = "nanoteach.step_inputs.fill_decodes"
 
 
@@ -222,6 +232,17 @@ def same_length_is_same_table(self, turn, tables):
     self.tables[: len(tables)].copy_(self.hosts[turn][: len(tables)])
 
 
+@wrong(SEND, "its `.numpy()` does")
+def a_list_into_a_tensor(self, turn, tables):
+    for row, table in enumerate(tables):
+        held, length = self.known[turn][row]
+        length = length if held is table else 0
+        if length < len(table):
+            self.hosts[turn][row, length : len(table)] = table[length:]
+            self.known[turn][row] = (table, len(table))
+    self.tables[: len(tables)].copy_(self.hosts[turn][: len(tables)])
+
+
 PROMISE = "nanoteach.overlapped.Flight.promise"
 
 
@@ -243,6 +264,14 @@ def counts_promises(self, last_too=False):
             given += 1
             if last_too or seq.num_output_tokens + 1 != seq.params.max_tokens:
                 seq.token_ids.append(-given)
+
+
+@wrong(PROMISE, "hence -1 - row")
+def minus_the_row(self, last_too=False):
+    for row, (seq, _, _, _) in enumerate(self.parts):
+        goes_on = last_too or seq.num_output_tokens + 1 != seq.params.max_tokens
+        if self.pending.gives_token[row] and seq.status is Status.RUNNING and goes_on:
+            seq.token_ids.append(-row)
 
 
 @wrong(PROMISE, "It is in the middle of its prompt")

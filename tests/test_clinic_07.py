@@ -88,6 +88,10 @@ def test_the_sum_is_the_same_in_any_order_and_size() -> None:
     panel = widgets.Panel(
         pictures_07.SoftmaxSteps(), widgets.Control("slider", "tiles", "tiles read", range(9))
     )
+    steps.order, steps.size = "as in the text", 1  # 2.0 and 4.5 are larger than all before
+    assert "a larger score comes in 2 of 6 tiles" in steps.text()
+    steps.order = "largest first"
+    assert "a larger score comes in 0 of 6 tiles" in steps.text()
     before = panel.image.value
     panel.controls["tiles"].value = 4
     assert "After 4 of 4 tiles" in panel.words.value and panel.image.value != before

@@ -405,12 +405,15 @@ OTHER_ENGINES: list[dict[str, Any]] = [
     {"block_size": 1, "num_gpu_blocks_override": 400, "max_num_seqs": 5},
     {"block_size": 5, "max_num_batched_tokens": 7, "enable_prefix_caching": False},
     {"block_size": 64, "max_num_batched_tokens": 1000},
+    {"max_num_seqs": 40},  # more than there are: its mixed steps are those of few requests
 ]
 
 
 @one_model
 @pytest.mark.parametrize("variant", [Variant(7), Variant(8, True, True)], ids=str)
-@pytest.mark.parametrize("changes", OTHER_ENGINES, ids=["blocks of 1", "small budget", "large one"])
+@pytest.mark.parametrize(
+    "changes", OTHER_ENGINES, ids=["blocks of 1", "small budget", "large one", "many places"]
+)
 def test_float32_tokens_of_other_engines(
     changes: dict[str, Any], variant: Variant, subject: Subject, report: Report
 ) -> None:

@@ -16,6 +16,7 @@ from nanoteach.cost_model import SHAPES
 from nanoteach.engine import Engine
 from nanoteach.loader import load_model
 from nanoteach.stages import GPU_STAGES, Parts, Stage, build_chunked
+from nanoteach.step_inputs import FEW_SEQS
 from nanoteach.types import SamplingParams
 
 pytest.importorskip("triton")
@@ -72,6 +73,25 @@ def test_same_tokens(stage: Stage, backend: str, eager: bool, parts: Parts) -> N
     assert core.scheduler.num_prefix_hits
     assert core.scheduler.num_preemptions or interpreted
     assert core.check() == []
+
+
+def test_mixed_steps_of_few_requests_and_of_many(parts: Parts) -> None:
+    """Both kinds of padded buffers, with prompts in them, and the same tokens as stage 6."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(90) for _ in range(rng.randint(1, 12))] for _ in range(FEW_SEQS + 13)]
+    params = [SamplingParams(max_tokens=rng.randint(9, 14), ignore_eos=True) for _ in prompts]
+    config = replace(
+        parts.config, max_num_seqs=FEW_SEQS + 8, max_num_batched_tokens=60,
+        num_gpu_blocks_override=300, attention_backend="auto",
+    )  # fmt: skip
+    core: Any = GPU_STAGES[1].build(Parts(parts.model, config))
+    kinds = []
+    for (kind, _), (_, recorded) in core.runner.graphs.items():
+        replay = recorded.replay
+        recorded.replay = lambda kind=kind, replay=replay: kinds.append(kind) or replay()
+    stage_6 = build_chunked(Parts(parts.model, config))
+    assert core.generate(prompts, params) == stage_6.generate(prompts, params)
+    assert {"few", "mixed", "decode"} == set(kinds)
 
 
 def test_the_engine_runs_on_a_backend_by_name(tmp_path: Path) -> None:

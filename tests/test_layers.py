@@ -16,6 +16,7 @@ STAGE_0 = ("config", "hardware", "cost_model")
 ALL = (
     "__init__",
     "__main__",
+    "async_engine",
     "backends",
     "bench",
     "cli",
@@ -23,8 +24,11 @@ ALL = (
     "detokenizer",
     "engine",
     "ladder",
+    "metrics",
+    "protocol",
     "reference",
     "results",
+    "server",
     "stages",
 )
 LAST = 99

@@ -26,7 +26,7 @@ from nanoteach.engine_core import EngineCore
 from nanoteach.hub import resolve_model
 from nanoteach.loader import load_model
 from nanoteach.reference import open_model
-from nanoteach.sampler import Draw, sample
+from nanoteach.sampler import Draw, race, sample
 from nanoteach.sampling_filters import (
     Rules,
     Scores,
@@ -194,7 +194,7 @@ def drawn_as_expected(name: str, seed: int = 11) -> bool:
     """Whether 4,000 draws, at 4,000 positions, pass for draws from the right distribution."""
     temperature, top_k, top_p = CASES[name]
     logits = PROBABILITIES.log().expand(COUNT, -1)
-    tokens, _ = pick(logits, rules(COUNT, temperature, top_k, top_p, seed))
+    tokens, _ = pick(logits, rules(COUNT, temperature, top_k, top_p, seed), race)
     found = torch.bincount(tokens, minlength=6).tolist()
     expected = {token: COUNT * share for token, share in expected_distribution(name).items()}
     if any(count and token not in expected for token, count in enumerate(found)):
@@ -211,7 +211,7 @@ def test_draws_follow_the_filtered_distribution(name: str) -> None:
 def test_the_seeds_do_not_repeat_each_other() -> None:
     """As before, with one draw for each of 4,000 seeds."""
     logits = PROBABILITIES.log().expand(COUNT, -1)
-    tokens, _ = pick(logits, rules(COUNT)._replace(seeds=torch.arange(COUNT)))
+    tokens, _ = pick(logits, rules(COUNT)._replace(seeds=torch.arange(COUNT)), race)
     found, wanted = torch.bincount(tokens, minlength=6), COUNT * PROBABILITIES
     assert ((found - wanted) ** 2 / wanted).sum() < CRITICAL[5]
 
@@ -275,15 +275,15 @@ def test_without_filters_it_draws_as_stage_1_does() -> None:
     temperatures = torch.tensor([0.0, 0.6, 1.0, 2.0]).repeat(10)
     wanted = rules(40)._replace(temperatures=temperatures)
     draws = [Draw(float(t), 5, position) for position, t in enumerate(temperatures)]
-    assert torch.equal(pick(logits, wanted)[0], sample(logits, draws))
+    assert torch.equal(pick(logits, wanted, race)[0], sample(logits, draws))
 
 
 def test_a_row_of_no_numbers_spoils_no_other() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))
     wanted = rules(3, top_k=5, top_p=0.8)
-    tokens, scores = pick(logits, wanted)
+    tokens, scores = pick(logits, wanted, race)
     logits[1] = torch.nan
-    again, spoiled = pick(logits, wanted)
+    again, spoiled = pick(logits, wanted, race)
     assert again[[0, 2]].tolist() == tokens[[0, 2]].tolist()
     assert torch.equal(spoiled.logprobs[[0, 2]], scores.logprobs[[0, 2]])
 
@@ -534,7 +534,10 @@ def test_the_tail_waits_for_nothing(parts: Parts) -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine("tiny", device=DEVICE, dtype="float32", block_size=4, max_model_len=128)
+    return Engine(
+        "tiny", device=DEVICE, dtype="float32", block_size=4, max_model_len=128,
+        num_gpu_blocks_override=256,
+    )  # fmt: skip
 
 
 def test_logprobs_are_those_of_transformers(engine: Engine) -> None:

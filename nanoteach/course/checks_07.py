@@ -1,6 +1,7 @@
 """Checks of notebook 07: softmax in tiles, splits, tiles of a prompt. Done at once, or counted."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,10 +115,15 @@ def _compare(
     name: str, step: Callable[..., Running], scores: Tensor, values: Tensor, widths: list[int]
 ) -> None:
     case(name)
-    got = _walked(scores, values, widths, step)
-    if not isinstance(got, tuple) or len(got) != 3:
-        words = "Return a Running: the largest score, the total, and the weighted values."
-        raise Wrong(name, "a Running of three tensors", type(got).__name__, words)
+
+    def one_step(running: Running, scores: Tensor, values: Tensor) -> Running:
+        after = step(running, scores, values)
+        if not isinstance(after, Running):
+            came = "None" if after is None else f"a {type(after).__name__}"
+            raise Wrong(name, "a Running", came, "Return a Running(largest, total, weighted).")
+        return after
+
+    got = _walked(scores, values, widths, one_step)
     largest = scores.amax(-1)
     weights = (scores - largest.unsqueeze(-1)).exp()
     right = Running(largest, weights.sum(-1), weights @ values)
@@ -130,8 +136,29 @@ def _compare(
     ]
     likely.append((right.weighted / right.total.unsqueeze(-1),
                    "Do not divide here: that is done once, after the last tile."))  # fmt: skip
+    infinite = _walked(scores, values, widths, _inverted)
+    nan = all(
+        isinstance(own, Tensor) and torch.equal(own.isnan(), bad.isnan())
+        for own, bad in zip(got, infinite, strict=True)
+    )
+    words = (
+        "nan: from -inf to the first score, a factor exp(new - old) is infinite. The factor for "
+        "what was there is exp(old - new), which is never above 1."
+    )
     for field, wanted, own in zip(Running._fields, right, got, strict=True):
-        expect_equal(f"{name}: {field}", wanted, own, likely)
+        expect_equal(f"{name}: {field}", wanted, own, words if nan else likely)
+
+
+def _inverted(running: Running, scores: Tensor, values: Tensor) -> Running:
+    """The likeliest slip: the factor upside down, and infinite in the first tile."""
+    largest = torch.maximum(running.largest, scores.amax(-1))
+    factor = (largest - running.largest).exp()
+    weights = (scores - largest.unsqueeze(-1)).exp()
+    return Running(
+        largest,
+        running.total * factor + weights.sum(-1),
+        running.weighted * factor.unsqueeze(-1) + weights @ values,
+    )
 
 
 @check("nanoteach.tiled_attention.combine", "The splits of a history, added up", (7, 8))
@@ -167,6 +194,10 @@ def check_combine(combine: Callable[[Tensor, Tensor], Tensor]) -> None:
              "rows: dimension 0."),
             ((out * shares.softmax(1)).sum(0), "Weigh the splits against one another, not the "
              "rows: dimension 0."),
+            ((out * (shares - shares.amax(0)).exp()).sum(0), "The shares of a row must add up to 1:"
+             " divide by their sum."),
+            ((out * shares.log_softmax(0)).sum(0), "The shares of a row must add up to 1. These "
+             "are their logarithms."),
             (out * shares.softmax(0), "Add the splits up: the result has no dimension for them."),
             (torch.stack([o * len_ for o, len_ in zip(outs, parts, strict=True)]).sum(0) / keys,
              "It isn't the number of keys that counts, but the sum of their exponentials."),
@@ -199,26 +230,7 @@ def check_choose_splits(choose_splits: Callable[[int, int, int], int]) -> None:
         room = [n for n in powers if n == 1 or seqs * heads * n <= 528]
         full = [n for n in powers if n == 1 or n // 2 * TILE_KEYS < longest]
         right = max(set(room) & set(full))
-        tiles = -(-longest // TILE_KEYS)
-        likely = [
-            (max(full), f"{seqs} x {heads} x {max(full)} programs are more than 528."),
-            (max(room), f"The history has {tiles} tiles: more parts than that stay empty."),
-            (right * 2, "One doubling too many: look at the rules after it, not before it."),
-            (right // 2, "One doubling too few: at 528 programs, and at one tile a part, it is "
-             "still allowed."),
-            (min(MAX_SPLITS, max(1, 528 // (seqs * heads))), "A power of two, and no more parts "
-             "than the history has tiles."),
-            (min(MAX_SPLITS, tiles, max(1, 528 // (seqs * heads))), "A power of two."),
-            (0, "At least 1: a history that is not cut is one part."),
-        ]  # fmt: skip
-
-        def words(
-            got: Any, likely: list[tuple[int, str]] = likely, full: list[int] = full
-        ) -> str | None:
-            if isinstance(got, int) and got > MAX_SPLITS:
-                return f"Never more than MAX_SPLITS, which is {MAX_SPLITS}."
-            return next((text for wrong, text in likely if wrong == got), None)
-
+        words = partial(_rule_for, num_seqs=seqs, num_kv_heads=heads, longest=longest)
         name = f"{seqs} decodes, {heads} K/V heads, the longest history {longest:,}"
         expect(name, choose_splits, seqs, heads, longest, to_be=right, likely=words)
         if type(got := choose_splits(seqs, heads, longest)) is not int:
@@ -227,6 +239,34 @@ def check_choose_splits(choose_splits: Callable[[int, int, int], int]) -> None:
     case(name, "A step of prompts alone asks as well: don't divide by `num_seqs`.")
     if choose_splits(0, 8, 500) not in (1, 2, 4, 8, 16, 32):
         raise Wrong(name, "any power of two up to 32", choose_splits(0, 8, 500))
+
+
+def _rule_for(got: Any, num_seqs: int, num_kv_heads: int, longest: int) -> str | None:
+    """The rule that a wrong number of parts breaks, or that twice as many would not break."""
+    if not isinstance(got, int):
+        return "Parts are counted: give an int."
+    if got < 1:
+        return "It never is 0: 1 is always allowed, and is a history that is not cut."
+    if got > MAX_SPLITS:
+        return f"Never more than MAX_SPLITS, which is {MAX_SPLITS}."
+    if got & (got - 1):
+        return f"{got} is not a power of two."
+    programs = num_seqs * num_kv_heads * got
+    if programs > 528:
+        return (
+            f"{num_seqs} x {num_kv_heads} x {got} programs are more than 528: ask this rule of the "
+            "number that you double to, not of the one before."
+        )
+    if got // 2 * TILE_KEYS >= longest:
+        return (
+            f"The third rule is about half the parts: {got // 2} x {TILE_KEYS} = "
+            f"{got // 2 * TILE_KEYS:,} is not less than {longest:,}."
+        )
+    return (
+        f"{2 * got} parts are allowed as well. They make {2 * programs} programs, and the third "
+        f"rule is about half of them: {got} x {TILE_KEYS} = {got * TILE_KEYS:,} is less than "
+        f"{longest:,}."
+    )
 
 
 @check("nanoteach.tiled_attention.tiles_of", "A step's prompts, in tiles", (7, 8))
@@ -263,6 +303,15 @@ def check_tiles_of(tiles_of: Callable[..., list[tuple[int, int]]]) -> None:
             ([(first + next(i for i, s in reversed(list(enumerate(starts))) if s <= token),
                token) for token in range(0, sum(query_lens), size)],
              "A tile belongs to one sequence: each sequence begins a new one."),
+            ([(seq, start) for seq, n in enumerate(query_lens[first:], first)
+              for start in range(0, n, size)],
+             "`query_lens` has the chunks only: the decodes are not in it."),
         ]  # fmt: skip
+
+        def words(got: Any, likely: list[tuple[Any, str]] = likely) -> str | None:
+            if not isinstance(got, (list, tuple)):
+                return "Return a list of pairs."
+            return next((text for wrong, text in likely if equal(wrong, got)), None)
+
         name = f"sequences from {first} on with {query_lens} new tokens, tiles of {size}"
-        expect(name, tiles_of, query_lens, first, size, to_be=right, likely=likely)
+        expect(name, tiles_of, query_lens, first, size, to_be=right, likely=words)

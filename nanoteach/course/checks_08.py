@@ -34,7 +34,11 @@ def check_bucket(bucket: Callable[[list[int], int], int | None]) -> None:
                 (smaller, "This is too small: the step would not fit. The next size up."),
                 (power, "Not every size is a power of two: look in the list."),
                 (num, "There is no graph of this size: take the next one up."),
+                (None if right is None else sizes.index(right), "That is its place in the list: "
+                 "give the size that stands there."),
             ],
+            if_raised=None if right else "None where none fits: `min` and `next` raise when there "
+            "is nothing to give, unless they are told a default.",
         )  # fmt: skip
 
 
@@ -147,7 +151,8 @@ POISON = 55
 
 def rows_of(name: str, tables: BlockTables, turn: int, sent: list[list[int]]) -> list[list[int]]:
     """Send some tables; what the device has of each."""
-    case(name)
+    case(name, "Is it a list that is assigned? The host copy is a tensor and takes none: its "
+         "`.numpy()` does.")  # fmt: skip
     tables.send(turn, sent)
     return [tables.tables[row, : len(table)].tolist() for row, table in enumerate(sent)]
 
@@ -264,12 +269,14 @@ def check_promise(promise: Callable[..., None]) -> None:
         if any(seq.token_ids[: len(old)] != old for seq, old in zip(seqs, before, strict=True)):
             raise Wrong(name, "tokens as they were, and promises after them", "tokens were changed",
                         "Append; the tokens before are known.")  # fmt: skip
+        minus_row = got["going"] == [-2] and got["first"] == [-4]
         wanted = {"over": [], "last": [-2] if last_too else [], "going": [-3], "middle": [],
                   "first": [-5]}  # fmt: skip
         for who, words in (
             ("going", [
                 ([], "It goes on: it has 5 outputs, the step gives the 6th, and it may have 9."),
-                ([-2], "The number is the row in the step, and every row counts: also those that "
+                ([-2], "-row would be 0 for row 0, which is a token: hence -1 - row." if minus_row
+                 else "The number is the row in the step, and every row counts: also those that "
                  "get no promise." if not last_too else
                  "Rows count from 0, and row i is promised as -1 - i."),
                 ([-1], "The number is the row in the step: row i is promised as -1 - i."),

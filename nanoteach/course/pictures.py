@@ -10,7 +10,7 @@ import io
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import count, pairwise
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -26,6 +26,7 @@ from nanoteach.course.runs import (
     Moment,
     Node,
     Pool,
+    Rung,
     Stay,
     Step,
     letter,
@@ -569,14 +570,6 @@ def one_request(moments: Mapping[str, Moment]) -> Picture:
     key = "grey: K/V are kept, blue: this step computes them, white: no K/V yet"
     axes.set_title(f"{key}   (p: prompt, g: generated)", weight="normal", fontsize=9)
     return figure
-
-
-class Rung(NamedTuple):
-    """A stage of the ladder: tokens/s as measured (None: not yet) and as predicted."""
-
-    name: str
-    measured: float | None
-    predicted: float | None = None
 
 
 @drawing

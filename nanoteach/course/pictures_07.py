@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from nanoteach.course.pictures import (
@@ -49,37 +50,20 @@ def recorded_timings() -> list[Timing]:
     ]
 
 
-class Speed(NamedTuple):
-    """A stage's recorded output tokens/s, and its bound."""
-
-    name: str
-    speed: float
-    bound: float
-
-
-def recorded_stages(*numbers: int) -> list[Speed]:
-    """What these stages reached on a GPU; see `nanoteach bench stages`."""
-    return [
-        Speed(row["workload"], statistics.median(row["samples"]), row["bound"])
-        for row in recorded("stages_h200")["rows"]
-        if row["workload"].startswith(tuple(f"{number} " for number in numbers))
-    ]
-
-
 @drawing
 def copies(stored: SequenceOf[int], copied: SequenceOf[int]) -> Picture:
-    """Tokens whose K/V each step stores, and tokens whose K/V it copies together."""
+    """Tokens whose K/V each step stores, and on top of them those whose K/V it copies together."""
     figure = canvas(2.9)
     axes = figure.subplots()
     steps = range(1, len(stored) + 1)
-    axes.bar(steps, copied, width=1.0, color=RED, lw=0)
     axes.bar(steps, stored, width=1.0, color=BLUE, lw=0)
-    top = max(copied)
+    axes.bar(steps, copied, bottom=stored, width=1.0, color=RED, lw=0)
+    top = max(map(sum, zip(stored, copied, strict=True)))
     say(axes, 1, 0.93 * top, f"{sum(stored):,} tokens stored, each once", BLUE, weight="bold")
     words = f"{sum(copied):,} tokens copied, the same ones again and again"
     say(axes, 1, 0.80 * top, words, RED, weight="bold")
     axes.set_xlim(0, len(stored) + 1)
-    axes.set_title("one request, one layer: K/V that a step stores, and K/V that it copies")
+    axes.set_title("one request, one layer: K/V that a step stores, and on top K/V that it copies")
     axes.set_xlabel("step, one output token each")
     axes.set_ylabel("tokens")
     return figure
@@ -191,7 +175,10 @@ class SoftmaxSteps:
         whole = self.after(count)
         if not tiles:
             return f"Nothing is read yet. There are {count} tiles of {self.size} keys."
+        known = [self.after(number)[0] for number in range(1, count + 1)]
+        rises = sum(later > earlier for earlier, later in pairwise(known))
         return (
+            f"After the first tile a larger score comes in {rises} of {count - 1} tiles.\n"
             f"After {tiles} of {count} tiles: largest {largest:.3f}, total {total:.4f}. When the "
             f"newest came, the sum before it was multiplied by {rescale:.4f}.\n"
             f"After all of them: largest {whole[0]:.3f}, total {whole[1]:.4f}, in any order."

@@ -1,6 +1,6 @@
 """Notebook 08's pictures, its widget, and the recorded runs that it reads.
 
-Recorded runs are the files of `figures/results`, and the tables of `notes/gpu.md`.
+Recorded runs are the files of `figures/results`.
 
 Knows: those files; matplotlib. Does not know: engines.
 """
@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
@@ -34,31 +33,6 @@ from nanoteach.course.pictures import (
     say,
 )
 from nanoteach.course.widgets import Control, Panel
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def section(heading: str) -> str:
-    """What stands under a heading of notes/gpu.md."""
-    text = (ROOT / "notes" / "gpu.md").read_text(encoding="utf-8")
-    return text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0].strip()
-
-
-def noted(heading: str) -> list[str]:
-    """The lines of the tables there."""
-    return [line for line in section(heading).splitlines() if line.startswith("|")]
-
-
-def note(heading: str, words: str) -> str:
-    """The paragraph there that has these words in it."""
-    return next(part for part in section(heading).split("\n\n") if words in part)
-
-
-def where(result: Mapping[str, Any]) -> str:
-    """What a recorded run ran on, and when."""
-    e = result["environment"]
-    return f"{e['gpu']}, driver {e['driver']}, torch {e['torch']}, recorded {e['date']}"
-
 
 # --- one step -----------------------------------------------------------------------------------
 

@@ -259,7 +259,7 @@ class CounterModel:
             QWEN3, vocab_size=4096, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1
         )
         self.max_model_len = max_model_len
-        self.device = torch.device("cpu")
+        self.device, self.dtype = torch.device("cpu"), torch.float32
         self.count = 0
 
     def forward(self, input_ids: Tensor, *_: object) -> Tensor:
@@ -530,6 +530,14 @@ def longest_gap(steps: Iterable[Step], name: str | None = None) -> Gap | None:
     """The first of the longest ones, of one request or of all; None if nobody got two tokens."""
     found = [gap for gap in gaps(steps) if name in (None, gap.name)]
     return max(found, key=lambda gap: round(gap.seconds, 9), default=None)
+
+
+class Rung(NamedTuple):
+    """A stage of the ladder: tokens/s as measured (None: not yet) and as predicted."""
+
+    name: str
+    measured: float | None
+    predicted: float | None = None
 
 
 def request_moments() -> dict[str, Moment]:
