@@ -294,8 +294,9 @@ for explorer.overhead, explorer.bandwidth in ((0, 100), (250, 82), (400, 82)):
 
 # %% [markdown]
 # No pair of numbers fits all of it. With one request, our own kernels read the weights; with 16 it
-# is cuBLAS, and a product of 16 rows takes twice as long as the bytes of its weights. A line has no
-# place for that. This is what a model is for: where it misses, there is something to find.
+# is cuBLAS, and its products take far longer than the bytes of their weights (the blue bars above).
+# A line has no place for that. This is what a model is for: where it misses, there is something to
+# find.
 #
 # ## What could be gained
 #
@@ -425,9 +426,19 @@ for name, make in EXPERIMENTS.items():
 pictures_11.prefill(found)
 
 # %% [markdown]
-# A single short prompt is far below. It is over in less than the time that the host needs to set it
-# up; with 2,048 tokens and more the GPU has enough to do.
-#
+# A single short prompt is far below. Where its time goes was measured apart, as for the decodes:
+
+# %%
+for row in found.named("kernels, prompts", "step"):
+    name = row.workload
+    busy, linear = found.row(name, "GPU busy").median, found.row(name, "products")
+    share = linear.median / linear.bound
+    print(
+        f"{name.removeprefix('kernels, '):18} {row.median / 1000:5.1f} ms from request to token, "
+        f"kernels {busy / row.median:4.0%} of it; products {share:.1f} times their bound"
+    )
+
+# %% [markdown]
 # **B · One request, over its context.** The model was fitted at 1,024 + 128 tokens, with the batch
 # and not the context changing. It holds for all contexts.
 
@@ -514,10 +525,10 @@ pictures_11.preemption(found)
 
 # %% [markdown]
 # **KV cache, CUDA graphs, the attention kernel** (notebooks 02, 08, 07). These pictures are about
-# engines without graphs, and there both predictions are off by ten and more. On this GPU a cache
-# that saves 30 of 31 tokens gains *nothing* for one short request: the step is as long as its
-# launches, whether it computes one token or five hundred. Only at 8,192 tokens is there something
-# to save.
+# engines without graphs, and there both predictions are far too fast: they know nothing of
+# launches. On this GPU a cache that saves 30 of 31 tokens gains *nothing* for one short request:
+# the step is as long as its launches, whether it computes one token or five hundred. Only at 8,192
+# tokens is there something to save.
 
 # %%
 pictures_11.kv_cache(found)
@@ -553,8 +564,8 @@ for row in moved:
     )
 
 # %% [markdown]
-# Within a few percent. The model of the bytes is right; what it does not know is how fast they
-# come.
+# In all, within a few percent. The model of the bytes is right; what it does not know is how fast
+# they come.
 #
 # ## All points
 #
