@@ -459,8 +459,7 @@ for name, work in (("by hand", by_hand), ("decode", decode), ("prefill", prefill
 # How much does that gain? Before you see it, say what you think: put your numbers in the place of
 # `...`. One request with 1,024 tokens decodes at 3,292 tokens/s at best. The second question:
 # double the requests, from 1 to 2, to 4, and so on. How many are there when another doubling gains
-# less than 10%? (Each is answered below, and the last notebook, which is being written, comes back
-# to them.)
+# less than 10%? (Each is answered below, and the last notebook comes back to them.)
 
 # %%
 predict("H200, 64 requests of 1,024 tokens decode together", ..., "tokens/s")
@@ -661,7 +660,7 @@ pictures.ladder({"an H200, recorded": others, "prompts alone": prompts_alone})
 # is faster than which, and roughly by how much. What they do not say is what is lost on the way. Of
 # these, one request alone loses most: its steps are the shortest, so whatever a step costs besides
 # bytes and FLOPs weighs most in them. Notebooks 01 to 08 find these costs and take them away. The
-# last notebook, which is being written, comes back to the numbers.
+# last notebook comes back to the numbers.
 #
 # ## What to take along
 #

@@ -194,7 +194,7 @@ quiz(
 # The same, by class of kernel and for more requests: green is attention, blue the matrix products,
 # and the black line is what the bytes (or FLOPs) of that class take.
 
-# %% tags=["nbval-ignore-output"]
+# %%
 pictures_11.kernels(found)
 
 # %% [markdown]
@@ -294,8 +294,9 @@ for explorer.overhead, explorer.bandwidth in ((0, 100), (250, 82), (400, 82)):
 
 # %% [markdown]
 # No pair of numbers fits all of it. With one request, our own kernels read the weights; with 16 it
-# is cuBLAS, and a product of 16 rows takes twice as long as the bytes of its weights. A line has no
-# place for that. This is what a model is for: where it misses, there is something to find.
+# is cuBLAS, and its products take far longer than the bytes of their weights (the blue bars above).
+# A line has no place for that. This is what a model is for: where it misses, there is something to
+# find.
 #
 # ## What could be gained
 #
@@ -400,8 +401,9 @@ print(compare(references(folder, prompts, params), tokens))
 # ## Every experiment
 #
 # Each switches one thing on and off, under the same requests in the same order. The whole of it is
-# data: what is compared stands in `cases.py`, and the command runs it on any machine. It refuses a
-# number whose precondition failed: a cache hit in a cold run, a preemption in a clean one.
+# data: what is compared stands in `nanoteach/bench/cases.py`, and the command runs it on any
+# machine. It refuses a number whose precondition failed: a cache hit in a cold run, a preemption in
+# a clean one.
 #
 # ```console
 # nanoteach bench chunked prefix --shape toy --small
@@ -420,24 +422,34 @@ for name, make in EXPERIMENTS.items():
 # **A · Cold prompts.** The green line is the layers' matrix products alone, at that number of
 # tokens: what attention, norms and the host do not touch.
 
-# %% tags=["nbval-ignore-output"]
+# %%
 pictures_11.prefill(found)
 
 # %% [markdown]
-# A single short prompt is far below. It is over in less than the time that the host needs to set it
-# up; with 2,048 tokens and more the GPU has enough to do.
-#
+# A single short prompt is far below. Where its time goes was measured apart, as for the decodes:
+
+# %%
+for row in found.named("kernels, prompts", "step"):
+    name = row.workload
+    busy, linear = found.row(name, "GPU busy").median, found.row(name, "products")
+    share = linear.median / linear.bound
+    print(
+        f"{name.removeprefix('kernels, '):18} {row.median / 1000:5.1f} ms from request to token, "
+        f"kernels {busy / row.median:4.0%} of it; products {share:.1f} times their bound"
+    )
+
+# %% [markdown]
 # **B · One request, over its context.** The model was fitted at 1,024 + 128 tokens, with the batch
 # and not the context changing. It holds for all contexts.
 
-# %% tags=["nbval-ignore-output"]
+# %%
 pictures_11.context(found)
 
 # %% [markdown]
 # **C · Over the batch.** Here a trap of many published numbers: 'tokens/s at batch 128' of a whole
 # run has the prompts' time in it.
 
-# %% tags=["nbval-ignore-output"]
+# %%
 pictures_11.batch(found)
 
 # %%
@@ -448,34 +460,34 @@ for row in found.named("batch", "time with prompts"):
 # %% [markdown]
 # nano-vLLM's own benchmark, all of this together:
 
-# %% tags=["nbval-ignore-output"]
+# %%
 pictures_11.nano(found)
 
 # %% [markdown]
 # **Static against continuous batching** (notebook 04). The same kernels and graphs; only who may
 # come in differs.
 
-# %% tags=["nbval-ignore-output"]
+# %%
 pictures_11.static(found)
 
 # %% [markdown]
 # **Packed against one by one** (notebook 04). Sixteen prompts in one step, or in sixteen.
 
-# %% tags=["nbval-ignore-output"]
+# %%
 pictures_11.packed(found)
 
 # %% [markdown]
 # **Pages** (notebook 03). No GPU needed: counts are counts. A request wastes half a block on
 # average, less half a slot. That is 7.5 slots with blocks of 16.
 
-# %% tags=["nbval-ignore-output"]
+# %%
 pictures_11.paged(found)
 
 # %% [markdown]
 # **Prefix caching** (notebook 05). On the right, what happens when the prefixes in use do not fit:
 # the hit rate was predicted exactly, since the same scheduler was asked.
 
-# %% tags=["nbval-ignore-output"]
+# %%
 pictures_11.prefix(found)
 
 
@@ -494,7 +506,7 @@ print(f"median TTFT:     {times('TTFT', off, on):.1f} times less")
 # at once. The numbers are of the *window* in which they are read, and apart from it. Prompts first,
 # with the same budget, is what decodes first saves you from.
 
-# %% tags=["nbval-ignore-output"]
+# %%
 pictures_11.chunked(found)
 
 # %%
@@ -508,23 +520,23 @@ for loop in ("decodes first", "plain loop"):
 # **Preemption** (notebook 04). What too small a pool costs: tokens that are computed twice, and
 # seats that stay empty.
 
-# %% tags=["nbval-ignore-output"]
+# %%
 pictures_11.preemption(found)
 
 # %% [markdown]
 # **KV cache, CUDA graphs, the attention kernel** (notebooks 02, 08, 07). These pictures are about
-# engines without graphs, and there both predictions are off by ten and more. On this GPU a cache
-# that saves 30 of 31 tokens gains *nothing* for one short request: the step is as long as its
-# launches, whether it computes one token or five hundred. Only at 8,192 tokens is there something
-# to save.
+# engines without graphs, and there both predictions are far too fast: they know nothing of
+# launches. On this GPU a cache that saves 30 of 31 tokens gains *nothing* for one short request:
+# the step is as long as its launches, whether it computes one token or five hundred. Only at 8,192
+# tokens is there something to save.
 
-# %% tags=["nbval-ignore-output"]
+# %%
 pictures_11.kv_cache(found)
 
-# %% tags=["nbval-ignore-output"]
+# %%
 pictures_11.graphs(found)
 
-# %% tags=["nbval-ignore-output"]
+# %%
 pictures_11.backends(found)
 
 # %% [markdown]
@@ -532,7 +544,7 @@ pictures_11.backends(found)
 # runs, so *waiting* is good news: the GPU is busy. A trace of your own engine is one option away,
 # `--profile`, and opens in [Perfetto](https://ui.perfetto.dev).
 
-# %% tags=["nbval-ignore-output"]
+# %%
 pictures_11.profiles(found)
 
 # %% [markdown]
@@ -541,7 +553,7 @@ pictures_11.profiles(found)
 # One doubt is left. We *count* bytes: W + B · KV(T). Does the GPU move as many? Its own counters
 # were read, with Nsight Compute, for one decode step:
 
-# %% tags=["nbval-ignore-output"]
+# %%
 moved = [Row(**row) for row in recorded("dram_h200")["rows"]]
 pictures_11.dram(moved)
 
@@ -552,14 +564,14 @@ for row in moved:
     )
 
 # %% [markdown]
-# Within a few percent. The model of the bytes is right; what it does not know is how fast they
-# come.
+# In all, within a few percent. The model of the bytes is right; what it does not know is how fast
+# they come.
 #
 # ## All points
 #
 # Round marks are the fitted ones. In the grey band the prediction is within a quarter.
 
-# %% tags=["nbval-ignore-output"]
+# %%
 pictures_11.errors(found.judged)
 
 # %%
@@ -699,8 +711,8 @@ print("still ill: it measures the cache" if ill else "well again: every prompt w
 #   one workload, one number. It is the one that everybody compares.
 # - **vLLM** 0.20.2,
 #   [vllm/benchmarks](https://github.com/vllm-project/vllm/tree/v0.20.2/vllm/benchmarks): latency,
-#   throughput, serving, sweeps. Our `peers.py` runs the same requests on both, where they are
-#   installed.
+#   throughput, serving, sweeps. Our `nanoteach/bench/peers.py` runs the same requests on both,
+#   where they are installed.
 #
 # ### To read
 #

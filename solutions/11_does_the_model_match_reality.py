@@ -9,7 +9,7 @@ from nanoteach.course import exercise
 
 
 @exercise("nanoteach.bench.kernels.covered_us")
-def covered_us(events: list[Event]) -> dict[str, float]:
+def covered_us(events) -> dict[str, float]:
     """For how long at least one kernel ran, by class. `events` is in order of start."""
     found = dict.fromkeys((*CLASSES, "rest"), 0.0)
     busy_until = float("-inf")
@@ -41,7 +41,7 @@ def line_through(few: Point, many: Point) -> tuple[float, float]:
 
 
 @exercise("nanoteach.bench.calibrated.possible_gains")
-def possible_gains(seconds: Mapping[str, float], bounds: Mapping[str, float]) -> dict[str, float]:
+def possible_gains(seconds, bounds) -> dict[str, float]:
     """How many times as fast a step would be at most, if one of its parts took only its bound."""
     whole = sum(seconds.values())
     gains = {}

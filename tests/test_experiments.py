@@ -13,7 +13,7 @@ from nanoteach.bench import dram, kernels, peers, speed
 from nanoteach.bench.calibrated import Calibrated, Point, fit, line_through, possible_gains
 from nanoteach.bench.cases import EXPERIMENTS, Case, PrefillFirstScheduler, StaticScheduler
 from nanoteach.bench.counts import BLOCK_SIZES
-from nanoteach.bench.random_model import SHAPES
+from nanoteach.bench.random_model import SHAPES, random_model
 from nanoteach.bench.recording import Recording
 from nanoteach.bench.serving import NoModel, Refused, check_counts, fresh_scheduler, serve, simulate
 from nanoteach.bench.table import Row
@@ -30,10 +30,11 @@ from nanoteach.bench.workloads import (
     longest_two,
 )
 from nanoteach.config import EngineConfig
-from nanoteach.cost_model import Cost, VirtualClock, Work
+from nanoteach.cost_model import Cost, VirtualClock, Work, kv_bytes_per_token, step_cost
 from nanoteach.engine_core import EngineCore
 from nanoteach.hardware import HARDWARE, Hardware
 from nanoteach.overlapped import OverlappedEngineCore
+from nanoteach.stages import Parts, build_graphs
 
 TOY, H200 = SHAPES["toy"], HARDWARE["h200"]
 ROUND = Hardware("round", 1e12, 1e9, 1e9, "made up")
@@ -338,6 +339,56 @@ def test_time_that_kernels_share_counts_once() -> None:
     ]
     covered = kernels.covered_us(events)
     assert covered == {"products": 4, "attention": 3, "rest": 0, "copies": 1, "sampling": 0}
+
+
+def test_steps_of_prompts_and_mixed_ones_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    event = {"name": "decode_kernel", "start_us": 0.0, "us": 4.0}
+
+    def watch(step: Any, count: int) -> list[list[kernels.Event]]:
+        before = len(log.steps)
+        for _ in range(count + 2):
+            step()
+        seen.append([s.tokens for s in log.steps[before:]])
+        return [[event]] * count
+
+    monkeypatch.setattr(kernels, "watch", watch)
+    model, log = random_model("toy"), StepLog(VirtualClock(TOY, ROUND))
+    config = EngineConfig(
+        max_num_seqs=20, max_num_batched_tokens=300, max_model_len=3300, enable_prefix_caching=False
+    )
+    core = build_graphs(Parts(model, config, clock=log))
+    steps, walls = kernels.prompt_steps(core, 2, 32, 1)
+    assert len(steps) == len(walls) == 1 and seen.pop() == [64, 64, 64]
+    steps, walls = kernels.mixed_steps(core, 1)
+    assert seen.pop() == [256] * 3 and len(walls) == 10
+    assert core.scheduler.max_num_batched_tokens == 300 and not core.sequences
+
+    work = [Work(1, 99)] * 2 + [Work(10, 0, False)]
+    rows = {row.metric: row for row in kernels.step_rows("s", steps, walls, work, model, H200)}
+    whole = step_cost(TOY, work, 4)
+    assert rows["step"].bound == pytest.approx(1e6 * whole.seconds(H200))
+    kv = 210 * kv_bytes_per_token(TOY, 4)
+    assert rows["attention"].bound == pytest.approx(1e6 * kv / H200.read_bandwidth)
+    products = 1e6 * (whole.bytes - kv) / H200.read_bandwidth
+    assert rows["products"].bound == pytest.approx(products)
+    assert rows["GPU busy"].samples == [4.0] and rows["launches"].samples == [1]
+
+
+def test_a_fault_costs_no_other_results(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_memory(*args: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(speed, "measure", lambda device, dtype: H200)
+    monkeypatch.setattr(speed, "gemm_rows", no_memory)
+    monkeypatch.setattr(speed, "ENGINES", speed.ENGINES | {"stage 1": (no_memory, {})})
+    argv = ["gemm", "kv_cache", "--shape", "toy", "--small", "--device", "cpu", "--repeats", "1"]
+    assert cli.main(["bench", *argv]) == 1
+    out, err = capsys.readouterr()
+    assert "KV cache, 16 + 6" in out and "no cache" not in out
+    assert "gemm failed: RuntimeError: out of memory" in err and "engine stage 1 failed" in err
 
 
 NCU = """==PROF== Connected to process 1

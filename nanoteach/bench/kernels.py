@@ -79,7 +79,7 @@ def decode_steps(
     An event's start is counted from the first of its step.
     """
     params = SamplingParams(warm + profiled + timed + 60, ignore_eos=True)
-    seqs = [core.add_request(str(i), list(range(HISTORY)), params) for i in range(batch)]
+    seqs = [core.add_request(str(i), [1] * HISTORY, params) for i in range(batch)]
     while not all(seq.token_times for seq in seqs):
         core.step()
     for _ in range(warm):  # decodes that compile what is left to compile
@@ -168,7 +168,7 @@ def prompt_steps(
     def serve() -> None:
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         for i in range(count):
-            core.add_request(str(i), list(range(length)), params)
+            core.add_request(str(i), [1] * length, params)
         while core.has_unfinished_requests():
             core.step()
 
@@ -181,10 +181,10 @@ def mixed_steps(core: EngineCore, repeats: int) -> tuple[list[list[Event]], list
     decodes, budget = MIXED
     whole, core.scheduler.max_num_batched_tokens = core.scheduler.max_num_batched_tokens, budget
     params = SamplingParams(max_tokens=200, ignore_eos=True)
-    seqs = [core.add_request(str(i), list(range(100)), params) for i in range(decodes)]
+    seqs = [core.add_request(str(i), [1] * 100, params) for i in range(decodes)]
     while not all(seq.token_times for seq in seqs):
         core.step()
-    seqs += [core.add_request(f"long {i}", list(range(3000)), params) for i in range(4)]
+    seqs += [core.add_request(f"long {i}", [1] * 3000, params) for i in range(4)]
     for _ in range(4):
         core.step()
     steps, walls = watch(core.step, repeats), time_of(core.step, 10)

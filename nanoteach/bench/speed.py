@@ -6,8 +6,9 @@ Knows: engines, clocks, when a number may not be trusted. Does not know: how an 
 import dataclasses
 import gc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -126,26 +127,55 @@ class Bench:
             engines = list(dict.fromkeys(self.engine_of(case) for case in cases))
             found: dict[str, list[Row]] = {}
             for engine in engines:
-                found |= self.run_cases(engine, [c for c in cases if self.engine_of(c) == engine])
+                own = [case for case in cases if self.engine_of(case) == engine]
+                found |= {case.name: [] for case in own}
+                with self.kept(f"the engine {engine}"):
+                    self.run_cases(engine, own, found)
             for name in self.names:
                 if name in EXPERIMENTS:
                     of_name = EXPERIMENTS[name](self.model.config.vocab_size, self.small)
                     rows[name] = [row for case in of_name for row in found[case.name]]
             if "stages" in self.names:
                 rows["stages"] = self.run_stages(stages)
-        if "gemm" in self.names:
-            rows["gemm"] = gemm_rows(self.model, self.repeats, self.small)
-        if "paged" in self.names:
-            rows["paged"], self.data["paged"] = paged_rows(self.model.config, self.small)
-        if "kernels" in self.names:
-            self.free()
-            rows["kernels"], self.data["kernels"] = kernel_rows(
-                self.model, self.config, self.hardware, self.repeats
-            )
-        if "peers" in self.names:
-            self.free()
-            rows["peers"] = peer_rows(self.model, self.config, self.dtype, self.repeats, self.small)
+        for name, run in (
+            ("gemm", self.run_gemm),
+            ("paged", self.run_paged),
+            ("kernels", self.run_kernels),
+            ("peers", self.run_peers),
+        ):
+            if name in self.names:
+                self.free()
+                with self.kept(name):
+                    rows[name] = run()
         return [row for name in self.names for row in rows[name]]
+
+    @contextmanager
+    def kept(self, what: str) -> Iterator[None]:
+        """A fault inside is a failure, and costs no results of others, which took minutes."""
+        try:
+            yield
+        except Exception as error:
+            self.failures.append(f"{what} failed: {type(error).__name__}: {error}")
+
+    def run_gemm(self) -> list[Row]:
+        """See `gemm_rows`."""
+        return gemm_rows(self.model, self.repeats, self.small)
+
+    def run_paged(self) -> list[Row]:
+        """See `paged_rows`."""
+        rows, self.data["paged"] = paged_rows(self.model.config, self.small)
+        return rows
+
+    def run_kernels(self) -> list[Row]:
+        """See `kernel_rows`."""
+        rows, self.data["kernels"] = kernel_rows(
+            self.model, self.config, self.hardware, self.repeats
+        )
+        return rows
+
+    def run_peers(self) -> list[Row]:
+        """See `peer_rows`."""
+        return peer_rows(self.model, self.config, self.dtype, self.repeats, self.small)
 
     def cases(self) -> list[Case]:
         """All cases that were asked for."""
@@ -159,8 +189,8 @@ class Bench:
             return "best"
         return case.engine
 
-    def run_cases(self, name: str, cases: SequenceOf[Case]) -> dict[str, list[Row]]:
-        """Build one engine and run its cases; a list of rows for each case, by its name."""
+    def run_cases(self, name: str, cases: SequenceOf[Case], found: dict[str, list[Row]]) -> None:
+        """Build one engine and run its cases; their rows go into `found`, by the case's name."""
         config = self.config
         self.free()
         if name == "best":
@@ -172,7 +202,6 @@ class Bench:
             config = dataclasses.replace(config, **options)
             engine = build(Parts(self.model, config, clock=self.log))
             self.settings[f"engine {name}"] = self.told(engine, config)
-        found = {}
         vocab_size, names = (
             self.model.config.vocab_size,
             [n for n in self.names if n in EXPERIMENTS],
@@ -185,7 +214,6 @@ class Bench:
                 path = self.profile / f"{firsts[case.name]}.json"
                 self.profiles[firsts[case.name]] = profile_steps(engine, case, path)
         del engine
-        return found
 
     def told(self, engine: Generator, config: EngineConfig) -> dict[str, Any]:
         """What an engine is: its options, its pool, its runner and attention, its graphs."""

@@ -337,9 +337,9 @@ def prefix(found: Evidence) -> Picture:
 @drawing
 def chunked(found: Evidence) -> Picture:
     """Six long prompts among 16 decodes: waits inside the window, first tokens, speed."""
-    figure = canvas(5.0)
+    figure = canvas(6.2)
     names = {
-        case: case.replace(" first", "\nfirst")
+        case: case.replace(" first, ", " first,\n").replace("loop, ", "loop,\n")
         for case in dict.fromkeys(row.workload for row in found.named("", "window"))
     }
     panels = figure.subplots(2, 4, sharey=True)
