@@ -426,7 +426,7 @@ for name, make in EXPERIMENTS.items():
 pictures_11.prefill(found)
 
 # %% [markdown]
-# A single short prompt is far below. Where its time goes was measured apart, as for the decodes:
+# A single short prompt is far below: its few tokens do not fill the GPU.
 
 # %%
 for row in found.named("kernels, prompts", "step"):
