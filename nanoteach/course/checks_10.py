@@ -107,9 +107,10 @@ def check_new_text(new_text: Callable[..., str | None]) -> None:
 def check_overlap(overlap: Callable[[str, str], int]) -> None:
     """Every length is tried."""
     for text, stop in (
-        ("It stopped.", "END"), ("ND", "END"), ("An End.", "END"), ("The E", "END"), ("The EN", "END"), ("E is not EN", "END"),
-        ("xaba", "abab"), ("aaa", "aaaab"), ("b", "abb"), ("", "END"), ("N", "END"), ("EN", "N"),
-        ("one\n", "\n\nUser:"), ("one\n\nUse", "\n\nUser:")
+        ("It stopped.", "END"), ("An ND", "ABEND"), ("NEd.", "END"), ("The E", "END"),
+        ("The EN", "END"), ("E is not EN", "END"), ("xaba", "abab"),
+        ("aaa", "aaaab"), ("b", "abb"), ("", "END"), ("N", "END"), ("EN", "N"),
+        ("one\n", "\n\nUser:"), ("one\n\nUse", "\n\nUser:"),
     ):  # fmt: skip
         lengths = [n for n in range(1, len(stop)) if text.endswith(stop[:n])]
         right = max(lengths, default=0)
@@ -175,7 +176,8 @@ def check_admit(admit: Callable[..., None]) -> None:
             hint = "`max_open` is how many may be open: so many are not over it."
         elif right is QueueFull and there < async_engine.max_open:
             hint = "All of them or none: `count` requests come, and not one."
-        raise Wrong(name, *(e.__name__ if e else "they come in" for e in (right, got)), hint)
+        expected, came = (e.__name__ if e else "they come in" for e in (right, got))
+        raise Wrong(name, expected, came, hint)
 
 
 @check("nanoteach.async_engine.AsyncEngine.close", "A reader has left", (10,))
