@@ -115,7 +115,7 @@ print("all together:  ", llm.tokenizer.decode(tokens))
 
 # %% [markdown]
 # `tiny` has tokens for bytes, and the fox is four of them. Half a fox is no character: a decoder
-# writes `\ufffd`, the replacement character, and what was sent can't be taken back. Llama's
+# writes a replacement character, U+FFFD, and what was sent can't be taken back. Llama's
 # tokenizer has a second habit. Its tokens carry the space *before* a word, and `decode` drops the
 # space at the start of a text. Decoded one by one, " fox" becomes "fox", and the sentence
 # "Afoxranaway". And a third: where it has no token for a character it has one for each byte, and a
@@ -405,7 +405,7 @@ print("blocks held while it ran: {}, and after: {}".format(*run(leaves_early()))
 #
 # What is left is words. OpenAI's API has become what everybody's client speaks, so the server
 # speaks it: `POST /v1/chat/completions` with a JSON body; the answer is a JSON object or, with
-# `"stream": true`, a list of **server-sent events**: lines that begin with `data: `, each a chunk,
+# `stream` true, a list of **server-sent events**: lines that begin with `data: `, each a chunk,
 # and an empty line after each. Here is a server, started in this notebook on a free port. (In a
 # shell: `nanoteach serve --model tiny`.) And F, by hand:
 
@@ -483,7 +483,7 @@ print(compare(references(folder, prompts, wishes, eos_token_ids(folder)), run(al
 # %% [markdown]
 # ## Measure it: metrics, while a load runs
 #
-# `GET /metrics` tells Prometheus what goes on, under vLLM's names. Here a load runs in the
+# The page /metrics tells Prometheus what goes on, under vLLM's names. Here a load runs in the
 # background: conversations of three turns begin at random times, and every 0.2 seconds we ask.
 # Later turns find their history in the prefix cache: watch the green line.
 
