@@ -34,7 +34,7 @@ class Detokenizer:
         """Add tokens. `final`: no more will come, so half a character is written as it is."""
         self.num_tokens += len(token_ids)
         self.pending += token_ids
-        if not final and len(self.pending) < self.try_at:
+        if not final and (not token_ids or len(self.pending) < self.try_at):
             return
         piece = self.new_text(final)
         if piece is not None:
