@@ -20,12 +20,13 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 from nanoteach.config import check_positive
 from nanoteach.engine import Engine, Prompt
-from nanoteach.types import RequestOutput, SamplingParams
+from nanoteach.types import RequestOutput, SamplingParams, one_for_each
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -92,13 +93,6 @@ class Stream:
         return outputs
 
 
-def add(
-    request_id: str, token_ids: list[int], params: SamplingParams | None
-) -> Callable[[Engine], None]:
-    """The call that queues a request."""
-    return lambda engine: engine.add_request(request_id, token_ids, params)
-
-
 class AsyncEngine:
     """An `Engine` for asyncio, while its context (`async with`) lasts.
 
@@ -152,23 +146,32 @@ class AsyncEngine:
         finally:
             self.calls.remove(future)
 
+    def admit(self, count: int) -> None:
+        """Whether `count` more requests may come in: all of them, or none.
+
+        Raises EngineStopped while none are taken, and QueueFull where over `max_open` would be
+        open, those in `streams` and these together.
+        """
+        if not self.accepting:
+            raise EngineStopped("the server is shutting down")
+        if len(self.streams) + count > self.max_open:
+            raise QueueFull(
+                f"{len(self.streams)} requests are open, and with {count} more there would be over "
+                f"{self.max_open}: try again later"
+            )
+
     async def open(
         self,
         prompts: SequenceOf[Prompt],
-        params: SamplingParams | None = None,
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         request_ids: SequenceOf[str] | None = None,
     ) -> Stream:
         """Queue requests, all or none. Whoever has their stream must `close` it in the end.
 
         Raises ValueError if one can't be served, QueueFull, EngineStopped.
         """
-        if not self.accepting:
-            raise EngineStopped("the server is shutting down")
-        if len(self.streams) + len(prompts) > self.max_open:
-            raise QueueFull(
-                f"{len(self.streams)} requests are open, and with {len(prompts)} more there would "
-                f"be over {self.max_open}: try again later"
-            )
+        self.admit(len(prompts))
+        each = one_for_each(params, len(prompts))
         ids = [f"request-{next(self.ids)}" for _ in prompts] if request_ids is None else request_ids
         if used := self.streams.keys() & set(ids):
             raise ValueError(f"request id {min(used)!r} is in use: give each request its own")
@@ -177,17 +180,27 @@ class AsyncEngine:
         try:
             # A long text takes a while to tokenize: neither this loop nor a step waits for it.
             tokenized = await asyncio.to_thread(lambda: [self.engine.tokenize(p) for p in prompts])
-            for request_id, (_, token_ids) in zip(ids, tokenized, strict=True):
-                await self.call(add(request_id, token_ids, params))
+            token_ids = [tokens for _, tokens in tokenized]
+
+            def add(engine: Engine) -> None:
+                for request in zip(ids, token_ids, each, strict=True):
+                    engine.add_request(*request)
+
+            await self.call(add)
         except BaseException:  # its reader may also have left by now
             self.close(stream)
             raise
         return stream
 
     def close(self, stream: Stream) -> None:
-        """Nobody reads this stream any more. What still runs for it ends now."""
+        """Nobody reads this stream any more: forget its requests, and abort what still runs.
+
+        The engine is another thread's, so `_abort` is left to it, as a command. To close a stream
+        twice does no harm.
+        """
         for request_id in stream.request_ids:
-            if self.streams.pop(request_id, None):
+            if self.streams.get(request_id) is stream:
+                del self.streams[request_id]
                 self.commands.put(partial(self._abort, request_id))
 
     async def generate(
@@ -292,3 +305,32 @@ class AsyncEngine:
         except Exception as raised:
             error = raised
         self.loop.call_soon_threadsafe(self._settle, future, result, error)
+
+
+class ServedEngine:
+    """Stage 10 as the ladder sees it: token ids in, token ids out, by way of a stream."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def generate(
+        self,
+        prompts: SequenceOf[SequenceOf[int]],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> list[list[int]]:
+        """The tokens generated after each prompt. A thread of its own has the event loop."""
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(asyncio.run, self._generate(prompts, params)).result()
+
+    async def _generate(
+        self,
+        prompts: SequenceOf[SequenceOf[int]],
+        params: SamplingParams | SequenceOf[SamplingParams] | None,
+    ) -> list[list[int]]:
+        async with AsyncEngine(self.engine, max_queue=max(1, len(prompts))) as async_engine:
+            stream = await async_engine.open(prompts, params)
+            try:
+                last = {o.request_id: o async for outputs in stream for o in outputs}
+            finally:
+                async_engine.close(stream)
+        return [last[request_id].outputs[0].token_ids for request_id in stream.request_ids]

@@ -34,18 +34,27 @@ class Detokenizer:
         """Add tokens. `final`: no more will come, so half a character is written as it is."""
         self.num_tokens += len(token_ids)
         self.pending += token_ids
-        if not final and len(self.pending) < self.try_at:
+        if not final and (not token_ids or len(self.pending) < self.try_at):
             return
-        before = self.decode(self.context)
-        after = self.decode(self.context + self.pending)
-        if not final and not (len(after) > len(before) and self.is_settled(after)):
+        piece = self.new_text(final)
+        if piece is not None:
+            self.text += piece
+            self.context, self.pending, self.try_at = self.pending, [], 0
+        elif len(self.pending) > LONG_PIECE:
             # One that takes long is tried again when it has grown by an eighth, so that a text of
             # n tokens costs a multiple of n and not of n squared.
-            if len(self.pending) > LONG_PIECE:
-                self.try_at = len(self.pending) * 9 // 8
-            return
-        self.text += after[len(before) :]
-        self.context, self.pending, self.try_at = self.pending, [], 0
+            self.try_at = len(self.pending) * 9 // 8
+
+    def new_text(self, final: bool) -> str | None:
+        """What the pending tokens add to the text, or None if it is to wait for more of them.
+
+        It waits while it is empty, or while what comes next may change it; not if this is `final`.
+        """
+        before = self.decode(self.context)
+        after = self.decode(self.context + self.pending)
+        if final or (len(after) > len(before) and self.is_settled(after)):
+            return after[len(before) :]
+        return None
 
     def is_settled(self, text: str) -> bool:
         """Whether the text of context and pending tokens stays, whatever comes next."""

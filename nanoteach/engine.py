@@ -159,9 +159,22 @@ class Engine:
         folder = resolve_model(default_model() if model is None else model)
         self.trace = Trace() if trace else None
         decoder = load_model(folder, device, dtype, max_model_len=self.config.max_model_len)
-        self.tokenizer = load_tokenizer(folder)
-        eos = eos_token_ids(folder)
-        self.core = build_engine(Parts(decoder, self.config, eos, clock, self.trace))
+        tokenizer, eos = load_tokenizer(folder), eos_token_ids(folder)
+        self._set_up(Parts(decoder, self.config, eos, clock, self.trace, tokenizer=tokenizer))
+
+    @classmethod
+    def from_parts(cls, parts: Parts) -> "Engine":
+        """An engine on parts that are there already, a tokenizer among them."""
+        engine = cls.__new__(cls)
+        engine.config, engine.trace = parts.config, parts.trace
+        engine._set_up(parts)
+        return engine
+
+    def _set_up(self, parts: Parts) -> None:
+        if parts.tokenizer is None:
+            raise ValueError("an engine that speaks text needs a tokenizer: Parts(tokenizer=...)")
+        self.tokenizer = parts.tokenizer
+        self.core = build_engine(parts)
         self.requests: dict[str, Request] = {}
         self.changed: dict[str, Request] = {}
         """Requests of `step`'s whose news it has not delivered yet."""

@@ -54,6 +54,8 @@ class Parts:
     """Bytes of the GPU's memory that the pool must leave to the steps."""
     filters: bool = False
     """Whether requests may ask for what stage 9 brings: top_k, top_p, logprobs."""
+    tokenizer: Any = None
+    """Stage 10 alone turns tokens into text."""
 
     @cached_property  # asked once: on a GPU the free memory changes while we build
     def num_blocks(self) -> int:
@@ -306,6 +308,14 @@ LADDER = [*STAGES, *GPU_STAGES]
 """Each is faster than the one before."""
 
 
+def build_served(parts: Parts) -> Generator:
+    """Stage 10: the engine in a thread of its own, its callers on an event loop."""
+    from nanoteach.async_engine import ServedEngine
+    from nanoteach.engine import Engine
+
+    return ServedEngine(Engine.from_parts(parts))
+
+
 def build_judged(parts: Parts) -> Generator:
     """Stage 11: the engine, and a bench around it."""
     from nanoteach.bench.judged import JudgedEngine
@@ -316,6 +326,7 @@ def build_judged(parts: Parts) -> Generator:
 COURSE = [
     *LADDER,
     Stage(9, "sampling", ("sampling_filters", "sampling_tail"), build_engine),
+    Stage(10, "serving", ("async_engine", "metrics", "protocol", "server"), build_served),
     Stage(11, "does_the_model_match_reality", (), build_judged),
 ]
 """All that the course builds. What comes after the ladder does more, and is not faster."""

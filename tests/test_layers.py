@@ -16,7 +16,6 @@ STAGE_0 = ("config", "hardware", "cost_model")
 ALL = (
     "__init__",
     "__main__",
-    "async_engine",
     "backends",
     "bench",
     "cli",
@@ -24,14 +23,12 @@ ALL = (
     "detokenizer",
     "engine",
     "ladder",
-    "metrics",
-    "protocol",
     "reference",
     "results",
-    "server",
     "stages",
 )
 LAST = 99
+SERVING = 10  # stands on the whole engine, not on single stages
 
 Places = dict[str, int]
 
@@ -76,11 +73,15 @@ def imports(source: str) -> set[str]:
 
 def violations(sources: dict[str, str], stage_of: Places) -> list[str]:
     """Imports from a later stage, in words. A module without a place may not be imported."""
+
+    def highest(name: str) -> int:
+        return LAST if stage_of[name] == SERVING else stage_of[name]
+
     return [
         f"{name} (stage {stage_of[name]}) imports {other} (stage {stage_of.get(other, LAST)})"
         for name, source in sources.items()
         for other in sorted(imports(source))
-        if name in stage_of and stage_of.get(other, LAST) > stage_of[name]
+        if name in stage_of and stage_of.get(other, LAST) > highest(name)
     ]
 
 

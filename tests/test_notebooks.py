@@ -18,6 +18,7 @@ from nanoteach.course.checking import all_checks
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.py"))
 IGNORE = "nbval-ignore-output"
+COMMANDS = "start", "progress", "ladder", "generate", "chat", "doctor", "bench", "serve"
 TEXT = ("text/plain", "text/html", "text/markdown")
 
 pytestmark = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -137,7 +138,7 @@ def package_names() -> frozenset[str]:
 def resolves(span: str, known: set[str]) -> bool:
     """Whether a span of code in the prose speaks of things that are there."""
     if span.startswith("nanoteach "):  # a command
-        return span.split()[1] in ("start", "progress", "ladder", "generate", "chat", "doctor")
+        return span.split()[1] in COMMANDS
     if span == "..." or re.fullmatch(r"(pip|python|pytest|make|jupyter) .*", span):
         return True
     if "/" in span and re.fullmatch(r"[\w./-]+", span):

@@ -199,9 +199,12 @@ class Trial:
         )
 
     def params_of(self, stage: int) -> list[SamplingParams]:
-        """For stage 9 they ask for all that it has, and yet the best token is all that is left."""
-        more: dict[str, Any] = {"temperature": 1.0, "top_k": 1, "top_p": 0.9, "logprobs": 1}
-        return [dataclasses.replace(p, **more) if stage == 9 else p for p in self.params]
+        """What stages 9 and 10 bring is asked for, in a way that changes no token."""
+        more: dict[int, dict[str, Any]] = {
+            9: {"temperature": 1.0, "top_k": 1, "top_p": 0.9, "logprobs": 1},
+            10: {"stop": "no text has this"},
+        }
+        return [dataclasses.replace(p, **more.get(stage, {})) for p in self.params]
 
 
 @dataclass(frozen=True)
@@ -243,7 +246,8 @@ def run_stage(trial: Trial, number: int, own: Mapping[str, Function], seconds: f
             model = load_model(trial.folder, "cpu", torch.float32, max_model_len=160)
             model_clock = VirtualClock(model.config, HARDWARE["h200"], bytes_per_value=4)
             eos = eos_token_ids(trial.folder)
-            stage = Parts(model, trial.config(number), eos, model_clock)
+            tokenizer = load_tokenizer(trial.folder)
+            stage = Parts(model, trial.config(number), eos, model_clock, tokenizer=tokenizer)
             began = time.perf_counter()
             build = next(one.build for one in COURSE if one.number == number)
             tokens = build(stage).generate(trial.prompts, trial.params_of(number))

@@ -1,0 +1,200 @@
+"""The pictures of notebook 10: a stream in time, a server's metrics, latency against load.
+
+Knows: matplotlib, times, the levels of a load test. Does not know: servers.
+"""
+
+import heapq
+import random
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from nanoteach.course.pictures import (
+    BLUE,
+    GREEN,
+    LINE,
+    ORANGE,
+    PALE,
+    PURPLE,
+    TEXT,
+    Picture,
+    canvas,
+    drawing,
+    lanes,
+    say,
+)
+from nanoteach.results import RESULTS, recorded
+
+Loads = Mapping[str, Mapping[str, Any]]
+"""Load tests by name: what `LoadTest.result` gives."""
+
+
+def recorded_loads() -> dict[str, dict[str, Any]]:
+    """The load tests of a GPU, by token budget; none where they are not recorded yet."""
+    return {
+        f"steps of up to {int(budget):,} tokens": recorded(f"load_h200_{budget}")
+        for budget in ("512", "8192")
+        if (RESULTS / f"load_h200_{budget}.json").is_file()
+    }
+
+
+@drawing
+def waiting(times: SequenceOf[float], total: float) -> Picture:
+    """When the pieces of an answer came, in ms: streamed, and all at once."""
+    figure = canvas(1.5)
+    axes = figure.subplots()
+    lanes(axes, ["streamed", "at once"])
+    axes.plot([1e3 * t for t in times], [0] * len(times), "|", color=BLUE, ms=14, mew=2)
+    axes.plot([1e3 * total], [1], "|", color=ORANGE, ms=14, mew=2)
+    say(axes, 1e3 * times[0], -0.45, "first token", ha="left")
+    axes.set_xlim(0, 1.08e3 * total)
+    axes.set_xlabel("ms after the question")
+    return figure
+
+
+@drawing
+def over_time(samples: SequenceOf[Mapping[str, float]], arrivals: SequenceOf[float]) -> Picture:
+    """What /metrics said, again and again; arrivals: requests a second, and when each began."""
+    figure = canvas(3.4)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    seconds = [sample["seconds"] for sample in samples]
+    for name, colour, label in (
+        ("num_requests_running", BLUE, "running"),
+        ("num_requests_waiting", ORANGE, "waiting"),
+    ):
+        upper.step(seconds, [s[name] for s in samples], color=colour, label=label, where="post")
+    upper.legend(frameon=False, fontsize=8)
+    upper.set_ylabel("requests")
+    for name, colour, label in (
+        ("kv_cache_usage_perc", PURPLE, "KV blocks held"),
+        ("hit_rate", GREEN, "prefix tokens found"),
+    ):
+        lower.step(seconds, [s[name] for s in samples], color=colour, label=label, where="post")
+    lower.set_ylim(0, 1)
+    lower.set_ylabel("share")
+    lower.legend(frameon=False, fontsize=8)
+    lower.set_xlabel("seconds")
+    for when in arrivals:
+        upper.axvline(when, color=LINE, lw=0.6, ls=":")
+        lower.axvline(when, color=LINE, lw=0.6, ls=":")
+    return figure
+
+
+@drawing
+def latency_against_load(loads: Loads) -> Picture:
+    """Times to the first token, gaps and rates at every load, with the knee of each test marked."""
+    figure = canvas(3.2)
+    first, gap, rate = figure.subplots(1, 3)
+    styles = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"))
+    for (name, load), (colour, marker) in zip(loads.items(), styles, strict=False):
+        levels = load["levels"]
+        rates = [level["rate"] for level in levels]
+        for axes, key in ((first, "ttft"), (gap, "itl")):
+            for share, style in (("p50", ":"), ("p99", "-")):
+                axes.plot(
+                    rates, [1e3 * level[key].get(share, float("nan")) for level in levels],
+                    style, marker=marker, ms=4, color=colour, label=f"{name} {share}",
+                )  # fmt: skip
+        rate.plot(rates, [level["completed"] for level in levels], "-", marker=marker, ms=4,
+                  color=colour, label=f"{name} completed")  # fmt: skip
+        rate.plot(rates, [level["goodput"] for level in levels], ":", marker=marker, ms=4,
+                  color=colour, label="within both limits")  # fmt: skip
+        if load["knee"]:
+            for axes in (first, gap, rate):
+                axes.axvline(load["knee"], color=colour, lw=1, alpha=0.5)
+            say(first, load["knee"], first.get_ylim()[1], " the knee", colour, va="top")
+        first.axhline(1e3 * load["limits"]["ttft"], color=LINE, lw=0.8, ls="--")
+    top = max(level["rate"] for load in loads.values() for level in load["levels"])
+    rate.plot([0, top], [0, top], color=LINE, lw=0.8, ls="--")
+    for axes, title in (
+        (first, "first token, ms"), (gap, "between pieces, ms"), (rate, "requests a second"),
+    ):  # fmt: skip
+        axes.set_title(title)
+        axes.set_xlabel("requests a second that arrive")
+        if axes is not rate:
+            axes.set_yscale("log")
+    first.legend(frameon=False, fontsize=7)
+    rate.legend(frameon=False, fontsize=7)
+    return figure
+
+
+class Line(NamedTuple):
+    """What became of a simulated queue: waits of those let in, its length over time, refusals."""
+
+    waits: list[float]
+    lengths: list[tuple[float, int]]
+    refused: int
+
+
+def queue(rate: float, places: int, seconds: float, room: int | None, count: int = 2000) -> Line:
+    """Poisson arrivals at a server with some places; an answer takes an exponential time.
+
+    rate: arrivals a second; seconds: an answer's mean time; room: how many may wait, None for any.
+    """
+    rng = random.Random(0)
+    now, waits, lengths, refused = 0.0, list[float](), [(0.0, 0)], 0
+    free = [0.0] * places  # when each place is free again
+    begins: list[float] = []  # of those who wait
+    for _ in range(count):
+        now += rng.expovariate(rate)
+        while begins and begins[0] <= now:
+            lengths.append((heapq.heappop(begins), len(begins)))
+        if room is not None and len(begins) >= room and free[0] > now:
+            refused += 1
+            continue
+        begin = max(now, heapq.heappop(free))
+        waits.append(begin - now)
+        if begin > now:
+            heapq.heappush(begins, begin)
+            lengths.append((now, len(begins)))
+        heapq.heappush(free, begin + rng.expovariate(1 / seconds))
+    return Line(waits, lengths, refused)
+
+
+@dataclass
+class QueueExplorer:
+    """A server with 8 places and answers of a second on average: what does a queue do?"""
+
+    rate: float = 6.0
+    room: int = 0
+    """How many may wait; 0: any number."""
+    places: int = 8
+    seconds: float = 1.0
+
+    @property
+    def line(self) -> Line:
+        """What becomes of 2,000 requests."""
+        return queue(self.rate, self.places, self.seconds, self.room or None)
+
+    @drawing
+    def picture(self) -> Picture:
+        """See `Explorer.picture`."""
+        figure = canvas(2.6)
+        left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+        line = self.line
+        times, lengths = zip(*line.lengths, strict=True)
+        left.step(times, lengths, where="post", color=BLUE, lw=1)
+        left.set_xlabel("seconds")
+        left.set_ylabel("requests that wait")
+        left.set_ylim(bottom=0)
+        right.hist(line.waits, bins=30, color=PALE, edgecolor=BLUE)
+        right.set_yscale("log")
+        right.set_xlabel("seconds before the first step")
+        right.set_ylabel("requests")
+        say(right, 0.95, 0.9, f"{line.refused:,} refused", TEXT, transform=right.transAxes,
+            ha="right")  # fmt: skip
+        return figure
+
+    def text(self) -> str:
+        """See `Explorer.text`."""
+        line = self.line
+        waits = sorted(line.waits)
+        capacity = self.places / self.seconds
+        return (
+            f"{self.rate:g} requests a second arrive, and {capacity:g} can be answered: "
+            f"{self.rate / capacity:.0%} of it.\n"
+            f"The median waits {waits[len(waits) // 2]:.2f} s, one of a hundred over "
+            f"{waits[int(0.99 * len(waits))]:.2f} s. "
+            f"{line.refused / (line.refused + len(waits)):.0%} are refused."
+        )
