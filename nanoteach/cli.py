@@ -8,6 +8,7 @@ import platform
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from pathlib import Path
@@ -166,6 +167,16 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
+def as_words(options: Mapping[str, Any]) -> list[str]:
+    """Options as they stand on a command line; those that are None are left out."""
+    words = []
+    for name, value in options.items():
+        if value is not None:
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return words
+
+
 def run_generate(args: argparse.Namespace) -> int:
     """Stream the continuation of a prompt."""
     from nanoteach.engine import Engine
@@ -261,11 +272,7 @@ def run_bench(args: argparse.Namespace) -> int:
         print(f"\n{profile}\nthe trace: {args.profile / name}.json")
     if save:
         given.pop("profile", None)
-        words = ["nanoteach bench", *given.pop("names")]
-        words += [
-            f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-            for name, value in given.items()
-        ]
+        words = ["nanoteach bench", *given.pop("names"), *as_words(given)]
         save_result(save, " ".join(words), bench.device, bench.result(rows))
     for failure in bench.failures:
         print(f"nanoteach: {failure}", file=sys.stderr)
@@ -288,12 +295,7 @@ def run_load_test(args: argparse.Namespace) -> int:
     given = {renamed.get(n, n): v for n in names if (v := getattr(args, n)) is not None}
     rates = args.rates or [1, 2, 4, 8, 16]
     engine = engine_options(args)
-    options = [
-        word
-        for name, value in {"model": args.model, "shape": args.shape, **engine}.items()
-        if value is not None
-        for word in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
-    ]
+    options = as_words({"model": args.model, "shape": args.shape, **engine})
     if args.url and options:
         raise ValueError(f"a running server has its own options: leave out {options[0]}")
     key = os.environ.get("NANOTEACH_API_KEY")
@@ -314,12 +316,8 @@ def run_load_test(args: argparse.Namespace) -> int:
         words = [
             f"nanoteach bench serve --rates {' '.join(f'{rate:g}' for rate in rates)}",
             *options,
+            *as_words({name: getattr(args, name) for name in names}),
         ]
-        for name in names:
-            value = getattr(args, name)
-            if value is not None:
-                values = value if isinstance(value, list) else [value]
-                words += [f"--{name.replace('_', '-')}", *map(str, values)]
         device = default_device() if args.device is None else check_device(args.device)
         save_result(args.save, " ".join(words), device, {"engine": engine, **test.result()})
     return 0

@@ -8,20 +8,18 @@ what it takes to launch them.
 Knows: pools, backends, how to time a graph. Does not know: engines.
 """
 
-import argparse
 import dataclasses
 import random
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanoteach.bench.graph_time import graph_us
+from nanoteach.bench.graph_time import arguments, graph_us
 from nanoteach.block_manager import blocks_needed
 from nanoteach.cost_model import SHAPES, kv_bytes_per_token
 from nanoteach.paged_attention import PagedAttention
-from nanoteach.results import check_target, save_result
+from nanoteach.results import save_result
 from nanoteach.triton_backend import TritonAttention
 
 BATCHES, HISTORIES = (1, 4, 16, 64), (512, 1024, 2048, 4096, 8192)
@@ -64,13 +62,7 @@ def measure(batch: int, history: int, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     """Print the table, and keep it with `--save FILE`."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=7, metavar="N")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
-    args = parser.parse_args()
-    check_target(args.save)
-    if not torch.cuda.is_available():
-        parser.error("this needs an NVIDIA GPU")
+    args = arguments(__doc__, repeats=7)
     rows = []
     print("batch  history   kernel µs   gather µs   times   kernel GB/s")
     for batch in BATCHES:

@@ -9,22 +9,20 @@ alone. The layers' weights take turns, so that none is found in the GPU's cache.
 Knows: kernels, how to time a graph. Does not know: engines.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoteach.bench.graph_time import graph_us
+from nanoteach.bench.graph_time import arguments, graph_us
 from nanoteach.bench.random_model import random_model
 from nanoteach.fused_decoder import FEW, ONE
 from nanoteach.kernels.thin_linear import few_linear, thin_linear
 from nanoteach.model import Decoder
-from nanoteach.results import check_target, save_result
+from nanoteach.results import save_result
 from nanoteach.triton_launch import has_dependent_launch
 
 SHAPE = "qwen3-0.6b"
@@ -80,13 +78,7 @@ def for_each(product: Callable[[Tensor], Tensor], weights: list[Tensor]) -> Call
 
 def main() -> None:
     """Print the table, and keep it with `--save FILE`."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=7, metavar="N")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
-    args = parser.parse_args()
-    check_target(args.save)
-    if not torch.cuda.is_available():
-        parser.error("this needs an NVIDIA GPU")
+    args = arguments(__doc__, repeats=7)
     model = random_model(SHAPE, "cuda", torch.bfloat16)
     rows = []
     print("product    tokens   ours µs   cuBLAS µs")

@@ -9,21 +9,20 @@ the plain loop, which commits a step before it schedules the next.
 Knows: the profiler, the engine's steps. Does not know: what a good timeline looks like.
 """
 
-import argparse
 import dataclasses
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from nanoteach.bench.graph_time import arguments
 from nanoteach.bench.kernels import HISTORY, covered_us, decode_steps
 from nanoteach.bench.random_model import random_model
 from nanoteach.config import EngineConfig
 from nanoteach.engine_core import EngineCore
 from nanoteach.model import Decoder
-from nanoteach.results import check_target, save_result
+from nanoteach.results import save_result
 from nanoteach.stages import Parts, build_flash, build_graphs
 
 STEPS = 200
@@ -72,12 +71,7 @@ def run(model: Decoder) -> dict[str, Any]:
 
 def main() -> None:
     """Print the summary, and keep it all with `--save FILE`."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
-    args = parser.parse_args()
-    check_target(args.save)
-    if not torch.cuda.is_available():
-        parser.error("this needs an NVIDIA GPU")
+    args = arguments(__doc__)
     found = run(random_model(SHAPE, "cuda", torch.bfloat16, max_model_len=2048))
     for name, step in found["steps"].items():
         busy = sum(covered_us(step["events"]).values())
