@@ -130,6 +130,10 @@ def make_parser() -> argparse.ArgumentParser:
     load.add_argument("--slo-ttft", type=float, metavar="S", help="limit for the first token, p99")
     load.add_argument("--slo-itl", type=float, metavar="S", help="limit for each more, on average")
     load.add_argument("--seed", type=int, metavar="N")
+    load.add_argument(
+        "--clients", type=int, metavar="N", help="processes that send (default: 1, at most 4,000 "
+        "tokens a second)",
+    )  # fmt: skip
     bench.set_defaults(run=run_bench)
 
     start = commands.add_parser("start", help="copy the notebooks to a folder of your own")
@@ -291,7 +295,9 @@ def run_load_test(args: argparse.Namespace) -> int:
         raise ValueError("the load test runs alone: nanoteach bench serve")
     check_target(args.save)
     renamed = {"slo_ttft": "ttft_limit", "slo_itl": "itl_limit"}
-    names = ("workload", "duration", "input_len", "output_len", "slo_ttft", "slo_itl", "seed")
+    names = (
+        "workload", "duration", "input_len", "output_len", "slo_ttft", "slo_itl", "seed", "clients"
+    )  # fmt: skip
     given = {renamed.get(n, n): v for n in names if (v := getattr(args, n)) is not None}
     rates = args.rates or [1, 2, 4, 8, 16]
     engine = engine_options(args)

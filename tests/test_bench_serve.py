@@ -14,6 +14,7 @@ from nanoteach.bench.random_model import SHAPES, random_folder
 from nanoteach.bench.serve import (
     SHARED_TOKENS,
     TURNS,
+    WARM_REQUESTS,
     WORKLOADS,
     Level,
     LoadTest,
@@ -89,6 +90,7 @@ def test_workloads_have_the_lengths_that_were_asked_for(name: str) -> None:
         ({"duration": 0}, "--duration"),
         ({"input_len": (9, 5)}, "--input-len"),
         ({"ttft_limit": -1}, "--slo-ttft"),
+        ({"clients": 0}, "clients"),
     ],
 )
 def test_a_wrong_option_is_told(options: dict[str, Any], word: str) -> None:
@@ -114,7 +116,7 @@ def test_conversations_find_their_history_in_the_cache(
             ttft_limit=60, on_level=levels.append,
         )  # fmt: skip
         asyncio.run(test.run())
-    assert levels == test.levels and test.model == "tiny"
+    assert levels == test.levels and test.client.model == "tiny"
     (level,) = levels
     assert level.num_requests % TURNS == 0 and level.num_errors == 0
     assert set(level.samples["tokens"]) == {20}
@@ -135,6 +137,33 @@ def test_a_server_that_cant_follow_is_found_out(
     assert [level.rate for level in test.levels] == [30, 60]  # two in a row are enough
     assert all(level.num_errors for level in test.levels) and test.knee is None
     assert "Not even 30" in test.verdict
+
+
+def test_several_clients_send_what_one_would() -> None:
+    engine = Engine("tiny", device="cpu", num_gpu_blocks_override=1000)
+    seen: list[list[int]] = []
+    prepare = engine.core.prepare
+
+    def note(request_id: str, token_ids: list[int], params: Any) -> Any:
+        seen.append(list(token_ids))
+        return prepare(request_id, token_ids, params)
+
+    engine.core.prepare = note  # type: ignore[method-assign]
+    sent, samples = [], []
+    with running(engine) as url:
+        for clients in (1, 2):
+            test = LoadTest(
+                url, [30], duration=1, input_len=(9, 30), output_len=(1, 3), clients=clients
+            )
+            (level,) = asyncio.run(test.run())
+            sent.append(sorted(seen[clients * WARM_REQUESTS :]))
+            samples.append(level)
+            seen.clear()
+    assert sent[0] == sent[1] and len(sent[0]) > 10
+    assert samples[0].num_requests == samples[1].num_requests == len(sent[0])
+    one, two = (sorted(level.samples["due"]) for level in samples)
+    assert one == pytest.approx(two, abs=0.05)
+    assert samples[1].num_errors == 0
 
 
 def test_the_command_loads_a_running_server_and_saves(

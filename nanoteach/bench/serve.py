@@ -9,8 +9,10 @@ Knows: arrivals, percentiles, the knee. Does not know: engines; it speaks HTTP a
 """
 
 import asyncio
+import itertools
 import json
 import math
+import multiprocessing
 import random
 import re
 import signal
@@ -18,10 +20,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -33,6 +36,7 @@ SHARED_TOKENS = 512  # of the system prompt that all requests of "shared" begin 
 TURNS, THINK_SECONDS = 3, 1.0  # of a conversation in "chat"
 KEEPS_UP = 0.85  # completed over offered requests a second, at least; a short run has some noise
 WARM_REQUESTS = 4
+START_SECONDS = 0.1  # for the clients to be there when the first request is due
 
 
 @dataclass
@@ -84,8 +88,8 @@ WORKLOADS = {"random": random_lengths, "shared": shared_prefix, "chat": conversa
 class Record:
     """One request as its user saw it; times in seconds from when it was due.
 
-    sent: how late this client was. gaps: between two pieces of text, which may be several tokens
-    each. error: why it came to nothing.
+    due: counted from the beginning of its rate. sent: how late this client was. gaps: between two
+    pieces of text, which may be several tokens each. error: why it came to nothing.
     """
 
     due: float
@@ -195,97 +199,71 @@ def knee(levels: SequenceOf[Level], ttft_limit: float) -> float | None:
 # --- the client --------------------------------------------------------------------------------
 
 
-class LoadTest:
-    """A server's address, a workload, and the limits that a user would set.
+@dataclass
+class Client:
+    """One process that sends its share of a load. The settings are `LoadTest`'s.
 
-    rates: requests a second, for "chat" new conversations a second; duration: seconds of arrivals
-    at each. ttft_limit, itl_limit: seconds. Raises ValueError.
+    Every client draws all arrivals and all requests, and sends each `of`-th: the load is the same
+    however many share it.
     """
 
-    def __init__(
-        self,
-        url: str,
-        rates: SequenceOf[float],
-        workload: str = "random",
-        duration: float = 20.0,
-        input_len: Span = (32, 256),
-        output_len: Span = (16, 64),
-        ttft_limit: float = 1.0,
-        itl_limit: float = 0.1,
-        seed: int = 0,
-        api_key: str | None = None,
-        on_level: Callable[[Level], None] = lambda level: None,
-    ) -> None:
-        if workload not in WORKLOADS:
-            raise ValueError(f"--workload is one of {', '.join(WORKLOADS)}, not {workload!r}")
-        if not rates or not all(0 < rate < float("inf") for rate in rates):
-            raise ValueError(f"--rates are requests a second, above 0, not {list(rates)}")
-        for name, value in (
-            ("duration", duration),
-            ("slo-ttft", ttft_limit),
-            ("slo-itl", itl_limit),
-        ):
-            if not 0 < value < float("inf"):
-                raise ValueError(f"--{name} is seconds, above 0, not {value}")
-        for name, (low, high) in (("input-len", input_len), ("output-len", output_len)):
-            check_positive(name, low)
-            if high < low:
-                raise ValueError(f"--{name} is the least and the most, not {low} and {high}")
-        self.url, self.workload, self.duration = (
-            url.rstrip("/").removesuffix("/v1"),
-            workload,
-            duration,
-        )
-        self.rates = sorted(rates)
-        self.input_len, self.output_len, self.seed = input_len, output_len, seed
-        self.limits = (ttft_limit, itl_limit)
-        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self.on_level = on_level
-        self.model = ""
-        self.levels: list[Level] = []
-
-    async def run(self) -> list[Level]:
-        """All rates, the lowest first; it ends early when two in a row were too much."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(
-            base_url=self.url, headers=self.headers, timeout=None, limits=limits
-        ) as client:
-            answer = await client.get("/v1/models")
-            answer.raise_for_status()
-            self.model = answer.json()["data"][0]["id"]
-            warm = self.asks("warm")
-            await asyncio.gather(
-                *(self.talk(client, warm(), time.perf_counter()) for _ in range(WARM_REQUESTS))
-            )
-            over = 0
-            for rate in self.rates:
-                level = level_of(rate, await self.run_rate(client, rate), self.limits)
-                self.levels.append(level)
-                self.on_level(level)
-                over = 0 if level.holds(self.limits[0]) else over + 1
-                if over == 2:
-                    break
-        return self.levels
+    url: str
+    headers: dict[str, str]
+    workload: str
+    duration: float
+    input_len: Span
+    output_len: Span
+    seed: int
+    share: int = 0
+    of: int = 1
+    model: str = ""
 
     def asks(self, label: object) -> Callable[[], Ask]:
         """A source of requests that no other label's has in common with this one."""
         rng = random.Random(f"{self.seed} {label}")
         return WORKLOADS[self.workload](rng, self.input_len, self.output_len)
 
-    async def run_rate(self, client: httpx.AsyncClient, rate: float) -> list[Record]:
-        """Send what arrives, wait for all of it."""
-        rng, ask = random.Random(f"{self.seed} arrivals {rate}"), self.asks(rate)
-        tasks, due = list[asyncio.Task[list[Record]]](), time.perf_counter()
-        end = due + self.duration
-        while True:
-            due += rng.expovariate(rate)
-            if due > end and tasks:
-                break
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))  # so that few tasks wait
-            tasks.append(asyncio.create_task(self.talk(client, ask(), due)))
-        return [record for records in await asyncio.gather(*tasks) for record in records]
+    async def get_model(self) -> str:
+        """The name of the model that is served."""
+        async with self.connect() as http:
+            answer = await http.get("/v1/models")
+        answer.raise_for_status()
+        name: str = answer.json()["data"][0]["id"]
+        return name
 
-    async def talk(self, client: httpx.AsyncClient, ask: Ask, due: float) -> list[Record]:
+    async def warm_up(self) -> None:
+        """Some requests that do not count."""
+        ask = self.asks(f"warm {self.share}")
+        async with self.connect() as http:
+            now = time.perf_counter()
+            await asyncio.gather(*(self.talk(http, ask(), now) for _ in range(WARM_REQUESTS)))
+
+    async def run(self, rate: float, start: float) -> list[Record]:
+        """Send what arrives from `start` (of `time.time`) on, and wait for all of it."""
+        rng, ask = random.Random(f"{self.seed} arrivals {rate}"), self.asks(rate)
+        tasks = list[asyncio.Task[list[Record]]]()
+        due = begin = time.perf_counter() + start - time.time()
+        async with self.connect() as http:
+            for i in itertools.count():
+                due, request = due + rng.expovariate(rate), ask()
+                if due > begin + self.duration and i:
+                    break
+                if i % self.of == self.share:
+                    await asyncio.sleep(max(0.0, due - time.perf_counter()))  # few tasks wait
+                    tasks.append(asyncio.create_task(self.talk(http, request, due)))
+            records = [record for task in tasks for record in await task]
+        for record in records:
+            record.due -= begin
+        return records
+
+    def connect(self) -> httpx.AsyncClient:
+        """As many connections as it takes, with no limit of time."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        return httpx.AsyncClient(
+            base_url=self.url, headers=self.headers, timeout=None, limits=limits
+        )
+
+    async def talk(self, http: httpx.AsyncClient, ask: Ask, due: float) -> list[Record]:
         """A request, and those that follow on its answer."""
         records, history = list[Record](), list[int]()
         for turn in [ask, *ask.then]:
@@ -294,7 +272,7 @@ class LoadTest:
             record = Record(due)
             records.append(record)
             try:
-                history += await self.send(client, history, turn.num_output, record)
+                history += await self.send(http, history, turn.num_output, record)
             except (httpx.HTTPError, RuntimeError) as error:
                 record.error = str(error) or type(error).__name__
                 break
@@ -302,7 +280,7 @@ class LoadTest:
         return records
 
     async def send(
-        self, client: httpx.AsyncClient, prompt: list[int], num_output: int, record: Record
+        self, http: httpx.AsyncClient, prompt: list[int], num_output: int, record: Record
     ) -> list[int]:
         """One request; its output's tokens. Raises RuntimeError with what the server says."""
         body = {
@@ -312,7 +290,7 @@ class LoadTest:
         }  # fmt: skip
         record.sent = time.perf_counter() - record.due
         output: list[int] = []
-        async with client.stream("POST", "/v1/completions", json=body) as answer:
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != 200:
                 raise RuntimeError(f"{answer.status_code} {(await answer.aread()).decode()}")
             async for line in answer.aiter_lines():
@@ -334,6 +312,90 @@ class LoadTest:
         record.num_tokens = len(output)
         return output
 
+
+def in_process(client: Client, work: str, *args: Any) -> Any:
+    """What a client's coroutine of this name gives, in a process that does nothing else."""
+    return asyncio.run(getattr(client, work)(*args))
+
+
+class LoadTest:
+    """A server's address, a workload, and the limits that a user would set.
+
+    rates: requests a second, for "chat" new conversations a second; duration: seconds of arrivals
+    at each. ttft_limit, itl_limit: seconds. clients: processes that send; one of them reads a few
+    thousand pieces of text a second, and a client that is slower than the server would measure
+    itself. Raises ValueError.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        rates: SequenceOf[float],
+        workload: str = "random",
+        duration: float = 20.0,
+        input_len: Span = (32, 256),
+        output_len: Span = (16, 64),
+        ttft_limit: float = 1.0,
+        itl_limit: float = 0.1,
+        seed: int = 0,
+        clients: int = 1,
+        api_key: str | None = None,
+        on_level: Callable[[Level], None] = lambda level: None,
+    ) -> None:
+        if workload not in WORKLOADS:
+            raise ValueError(f"--workload is one of {', '.join(WORKLOADS)}, not {workload!r}")
+        if not rates or not all(0 < rate < float("inf") for rate in rates):
+            raise ValueError(f"--rates are requests a second, above 0, not {list(rates)}")
+        for name, value in (
+            ("duration", duration),
+            ("slo-ttft", ttft_limit),
+            ("slo-itl", itl_limit),
+        ):
+            if not 0 < value < float("inf"):
+                raise ValueError(f"--{name} is seconds, above 0, not {value}")
+        for name, (low, high) in (("input-len", input_len), ("output-len", output_len)):
+            check_positive(name, low)
+            if high < low:
+                raise ValueError(f"--{name} is the least and the most, not {low} and {high}")
+        check_positive("clients", clients)
+        self.rates, self.num_clients = sorted(rates), clients
+        self.limits = (ttft_limit, itl_limit)
+        self.on_level = on_level
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        url = url.rstrip("/").removesuffix("/v1")
+        self.client = Client(url, headers, workload, duration, input_len, output_len, seed)
+        self.levels: list[Level] = []
+
+    async def run(self) -> list[Level]:
+        """All rates, the lowest first; it ends early when two in a row were too much."""
+        self.client.model = await self.client.get_model()
+        with ExitStack() as stack:
+            send = self.sender(stack)
+            await send("warm_up")
+            over = 0
+            for rate in self.rates:
+                records = await send("run", rate, time.time() + START_SECONDS)
+                level = level_of(rate, [r for share in records for r in share], self.limits)
+                self.levels.append(level)
+                self.on_level(level)
+                over = 0 if level.holds(self.limits[0]) else over + 1
+                if over == 2:
+                    break
+        return self.levels
+
+    def sender(self, stack: ExitStack) -> Callable[..., Awaitable[Any]]:
+        """What has each client do its share of a work, and gives what each of them gave."""
+        count = self.num_clients
+        if count == 1:
+            return lambda work, *args: asyncio.gather(getattr(self.client, work)(*args))
+        clients = [replace(self.client, share=i, of=count) for i in range(count)]
+        spawn = multiprocessing.get_context("spawn")  # a fork would take our threads' locks along
+        pool = stack.enter_context(ProcessPoolExecutor(count, mp_context=spawn))
+        submit = asyncio.get_running_loop().run_in_executor
+        return lambda work, *args: asyncio.gather(
+            *(submit(pool, in_process, client, work, *args) for client in clients)
+        )
+
     @property
     def knee(self) -> float | None:
         """See `knee`."""
@@ -350,12 +412,13 @@ class LoadTest:
     def result(self) -> dict[str, Any]:
         """All of it as data."""
         return {
-            "model": self.model,
-            "workload": self.workload,
-            "duration": self.duration,
-            "input_len": self.input_len,
-            "output_len": self.output_len,
-            "seed": self.seed,
+            "model": self.client.model,
+            "workload": self.client.workload,
+            "duration": self.client.duration,
+            "input_len": self.client.input_len,
+            "output_len": self.client.output_len,
+            "seed": self.client.seed,
+            "clients": self.num_clients,
             "limits": {"ttft": self.limits[0], "itl": self.limits[1]},
             "knee": self.knee,
             "levels": [asdict(level) for level in self.levels],
