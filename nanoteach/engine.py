@@ -72,25 +72,30 @@ class Request:
     """Where a stop string begins in the text."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     """Those of `seq`, with the tokens' texts."""
+    prompt_token_ids: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_token_ids = self.seq.token_ids[: self.seq.num_prompt_tokens]
 
     def update(self) -> None:
         """Bring the text up to the tokens, and look for stop strings in what is new."""
-        output, reason = self.seq.output_token_ids, self.seq.finish_reason
+        seq, detokenizer, reason = self.seq, self.detokenizer, self.seq.finish_reason
         # The token that stopped it is not part of the text.
-        last = len(output) - 1 if reason == "stop" and self.stopped_at is None else len(output)
-        before = len(self.detokenizer.text)
-        seen = self.detokenizer.num_tokens
-        self.detokenizer.extend(output[seen:last], final=reason is not None)
-        decode = self.detokenizer.tokenizer.decode
-        self.logprobs += [
-            {
-                token: replace(logprob, decoded_token=decode([token]))
-                for token, logprob in each.items()
-            }
-            for each in self.seq.logprobs[len(self.logprobs) :]
-        ]
-        if self.stopped_at is None:
-            text, stops = self.detokenizer.text, self.seq.params.stop
+        last = len(seq.token_ids) - (reason == "stop" and self.stopped_at is None)
+        before = len(detokenizer.text)
+        seen = seq.num_prompt_tokens + detokenizer.num_tokens
+        detokenizer.extend(seq.token_ids[seen:last], final=reason is not None)
+        if seq.logprobs:
+            decode = detokenizer.tokenizer.decode
+            self.logprobs += [
+                {
+                    token: replace(logprob, decoded_token=decode([token]))
+                    for token, logprob in each.items()
+                }
+                for each in seq.logprobs[len(self.logprobs) :]
+            ]
+        if self.stopped_at is None and (stops := seq.params.stop):
+            text = detokenizer.text
             starts = (text.find(stop, max(0, before - len(stop) + 1)) for stop in stops)
             self.stopped_at = min((start for start in starts if start >= 0), default=None)
 
@@ -116,7 +121,7 @@ class Request:
         return RequestOutput(
             request_id=seq.request_id,
             prompt=self.prompt,
-            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
+            prompt_token_ids=self.prompt_token_ids,
             outputs=[completion],
             finished=reason is not None,
             num_cached_tokens=seq.num_cached_tokens or 0,

@@ -3,6 +3,7 @@
 import itertools
 import time
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,7 +14,7 @@ from nanoteach.detokenizer import Detokenizer
 from nanoteach.hub import resolve_model
 from nanoteach.loader import load_tokenizer
 
-KINDS = ("tiny", "byte_level", "byte_fallback")
+KINDS = ("tiny", "byte_level", "byte_fallback", "own_decode")
 TEXTS = (
     "A fox ran  over the snow. It   stopped.\n\n  Then it went on.",
     "👩‍👩‍👧‍👦 and 🏳️‍🌈, 😀😀, é and e\u0301, ạ̈, café",
@@ -23,15 +24,22 @@ TEXTS = (
 )
 
 
+class Loud(PreTrainedTokenizerFast):
+    """A tokenizer that decodes in a way of its own."""
+
+    def _decode(self, *args: Any, **kwargs: Any) -> str:
+        return str(super()._decode(*args, **kwargs)).upper()
+
+
 @cache
 def tokenizer_of(kind: str) -> PreTrainedTokenizerBase:
-    """tiny's; a byte-level BPE that has merged parts of characters; one like Llama's."""
+    """tiny's; a byte-level BPE that has merged parts of characters; Llama's kind; a loud one."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     if kind == "tiny":
         return load_tokenizer(resolve_model("tiny"))
     special = ["<unk>", "<s>", "</s>"]
-    if kind == "byte_level":
+    if kind in ("byte_level", "own_decode"):
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -60,9 +68,8 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerBase:
     if kind == "byte_fallback":  # the bytes are plain tokens, not special ones
         spec = tokenizer.to_str()
         tokenizer = Tokenizer.from_str(without_special_bytes(spec))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
+    kind_of = Loud if kind == "own_decode" else PreTrainedTokenizerFast
+    return kind_of(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
 def without_special_bytes(spec: str) -> str:
