@@ -105,9 +105,9 @@ class Request:
         text, stops = self.detokenizer.text, self.seq.params.stop
         if self.stopped_at is not None:
             return text[: self.stopped_at]
-        if self.seq.finish_reason:
+        if self.seq.finish_reason or not stops:
             return text
-        return text[: len(text) - max((overlap(text, stop) for stop in stops), default=0)]
+        return text[: len(text) - max(overlap(text, stop) for stop in stops)]
 
     def output(self) -> RequestOutput:
         """What it has come to so far."""
