@@ -324,9 +324,9 @@ for requests, error in tried(best).errors.items():
     print(f"    {requests:3} requests: {error:+.0%}")
 
 # %% [markdown]
-# There are such pairs. But even the best one fits no point well. It is too slow for one request and
-# for many, so that it is not much too fast for a few: two errors that are shared out, and no cause.
-# The cause is in the blue bars above:
+# There are such pairs. But look at the best one. It is too slow for one request and for many, so
+# that it is not much too fast for a few: the error is shared out, and nothing is explained. What
+# explains it is in the blue bars above:
 
 # %%
 for row in found.named("kernels, batch", "products"):
@@ -469,10 +469,9 @@ for name, make in EXPERIMENTS.items():
 pictures_11.prefill(found)
 
 # %% [markdown]
-# Two things keep a single short prompt far below. Its few tokens do not fill the GPU: with them the
-# green line falls, too. And a part of the time no kernel of it runs, while the host prepares it:
-# that is what lies between the green line and the blue points, beside attention. Where prompts were
-# watched kernel by kernel, it is this much:
+# Two things keep a single short prompt far below. Its few tokens do not fill the GPU: there the
+# green line falls, too. And for a part of the time no kernel runs, while the host prepares the
+# step. Where prompts were watched kernel by kernel, it is this much:
 
 # %%
 for row in found.named("kernels, prompts", "step"):
