@@ -321,7 +321,7 @@ best = min(product(range(0, 501, 25), range(50, 101, 2)), key=worst)
 for name, pair in (("the bound", (0, 100)), ("the line", line), ("the best pair", best)):
     print(f"{name}: {tried(pair).text()}")
 for requests, error in tried(best).errors.items():
-    print(f"    {requests:3} requests: {error:+.0%}")
+    print(f"    {requests:3} at once: {error:+.0%}")
 
 # %% [markdown]
 # There are such pairs. But look at the best one. It is too slow for one request and for many, so
@@ -383,7 +383,7 @@ for requests in (1, 16, 256):  # for each part, how many times as fast the whole
         {row.metric: row.bound for row in parts if row.bound},
     )
     best = sorted(gains.items(), key=lambda gain: -gain[1])
-    print(f"{requests:4} requests: " + ", ".join(f"{kind} {gain:.2f}" for kind, gain in best))
+    print(f"{requests:4} at once: " + ", ".join(f"{kind} {gain:.2f}" for kind, gain in best))
 
 # %% [markdown]
 # Choose the next optimisation:

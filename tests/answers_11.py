@@ -177,7 +177,7 @@ def only_with_a_bound(seconds, bounds):
     }
 
 
-@wrong(GAINS, "its bound is 0")
+@wrong(GAINS, "Its bound is 0")
 def without_get(seconds, bounds):
     whole = sum(seconds.values())
     return {p: whole / (whole - max(0.0, taken - bounds[p])) for p, taken in seconds.items()}

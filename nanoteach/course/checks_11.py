@@ -14,9 +14,6 @@ ATTENTION, PRODUCT, NORM, COPY = (
 )  # fmt: skip
 
 
-NO_BOUND = "A part without a bound could be gone altogether: its bound is 0."
-
-
 def _events(*parts: tuple[str, float, float]) -> list[dict[str, Any]]:
     """Events from (name, start, length)."""
     return [{"name": name, "start_us": start, "us": us} for name, start, us in parts]
@@ -169,6 +166,7 @@ def check_possible_gains(possible_gains: Callable[..., dict[str, float]]) -> Non
             ({k: whole - v + least[k] for k, v in seconds.items()},
              "That is how long the step would take. How many times as fast is it?"),
             ({k: right[k] for k in right if k in bounds},
-             NO_BOUND),
+             "A part without a bound could be gone altogether: its bound is 0."),
         ]  # fmt: skip
-        _expect_each(name, possible_gains, (seconds, bounds), right, likely, NO_BOUND)
+        raised = "Is it at a part without a bound? Its bound is 0."
+        _expect_each(name, possible_gains, (seconds, bounds), right, likely, raised)
