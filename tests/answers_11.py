@@ -66,6 +66,26 @@ def only_those_that_ran(events):
     return found
 
 
+@wrong(COVERED, "In a gap nobody runs")
+def counts_the_gaps(events):
+    found, last = dict.fromkeys((*CLASSES, "rest"), 0.0), 0.0
+    for event in events:
+        stop = event["start_us"] + event["us"]
+        found[class_of(event["name"])] += max(0.0, stop - last)
+        last = max(last, stop)
+    return found
+
+
+@wrong(COVERED, "`rest` is in the result")
+def rest_where_there_is_some(events):
+    found, last = dict.fromkeys(CLASSES, 0.0), float("-inf")
+    for event in events:
+        stop, kind = event["start_us"] + event["us"], class_of(event["name"])
+        found[kind] = found.get(kind, 0.0) + max(0.0, stop - max(event["start_us"], last))
+        last = max(last, stop)
+    return found
+
+
 LINE = "nanoteach.bench.calibrated.line_through"
 
 
@@ -80,6 +100,12 @@ def by_two_equations(few, many):
 def the_other_way_round(few, many):
     bandwidth = (many.cost.bytes - few.cost.bytes) / (many.seconds - few.seconds)
     return bandwidth, few.seconds - few.cost.bytes / bandwidth
+
+
+@wrong(LINE, "The overhead in seconds")
+def in_microseconds(few, many):
+    bandwidth = (many.cost.bytes - few.cost.bytes) / (many.seconds - few.seconds)
+    return 1e6 * (few.seconds - few.cost.bytes / bandwidth), bandwidth
 
 
 @wrong(LINE, "bytes a second")
@@ -149,3 +175,24 @@ def only_with_a_bound(seconds, bounds):
         for part, taken in seconds.items()
         if part in bounds
     }
+
+
+@wrong(GAINS, "Its bound is 0")
+def without_get(seconds, bounds):
+    whole = sum(seconds.values())
+    return {p: whole / (whole - max(0.0, taken - bounds[p])) for p, taken in seconds.items()}
+
+
+@wrong(GAINS, "no faster is 1")
+def percent_more(seconds, bounds):
+    whole = sum(seconds.values())
+    return {
+        part: whole / (whole - max(0.0, taken - bounds.get(part, 0.0))) - 1
+        for part, taken in seconds.items()
+    }
+
+
+@wrong(GAINS, "the share that is saved")
+def share_saved(seconds, bounds):
+    whole = sum(seconds.values())
+    return {p: max(0.0, taken - bounds.get(p, 0.0)) / whole for p, taken in seconds.items()}

@@ -63,8 +63,8 @@ class JudgedEngine:
         if few.cost.bytes < many.cost.bytes and few.seconds < many.seconds:
             overhead, bandwidth = line_through(few, many)
             lines.append(
-                f"its decode steps, on the {self.log.label}: {1e6 * overhead + 0:.0f} µs of "
-                f"overhead, {bandwidth / 1e9:,.0f} GB/s"
+                f"its decode steps ({self.log.label}): {1e6 * overhead + 0:.0f} µs of overhead, "
+                f"{bandwidth / 1e9:,.0f} GB/s"
             )
         self.told = "\n".join(lines)
         return outputs

@@ -40,10 +40,10 @@ def _by_class(events: list[dict[str, Any]], lasted: Callable[[int], float]) -> d
 
 def _expect_each(
     name: str, function: Callable[..., Any], args: tuple[Any, ...], right: dict[str, float],
-    likely: list[tuple[Any, str]],
+    likely: list[tuple[Any, str]], if_raised: str | None = None,
 ) -> None:  # fmt: skip
     """As `expect`, for a dict of numbers: to 5 digits, and whatever the order of its keys."""
-    case(name)
+    case(name, if_raised)
     got = function(*copy.deepcopy(args))
     if not isinstance(got, dict) or got.keys() != right.keys():
         expect_equal(name, right, got, likely)
@@ -82,6 +82,9 @@ def check_covered_us(covered_us: Callable[..., dict[str, float]]) -> None:
             last = max(stops[:i], default=float("-inf"))
             return float(stops[i] - max(starts[i], last))
 
+        def from_last(i: int, stops: Any = stops) -> float:
+            return max(0.0, float(stops[i] - max(stops[:i], default=0.0)))
+
         likely = [
             (_by_class(events, lambda i, events=events: events[i]["us"]),  # type: ignore[misc]
              "Two that run at once share their time: it must count once, for the first of them."),
@@ -92,6 +95,10 @@ def check_covered_us(covered_us: Callable[..., dict[str, float]]) -> None:
             (_by_class(events, after_last),
              "Look at the latest end so far, not at the end of the event before: that may lie "
              "inside an older one that still runs."),
+            (_by_class(events, from_last),
+             "In a gap nobody runs: a kernel that begins behind the latest end counts from its own "
+             "start."),
+            ({kind: right[kind] for kind in CLASSES}, "`rest` is in the result, too, also with 0."),
             ({kind: us for kind, us in right.items() if us},
              "Every class of CLASSES is in the result, and `rest`, also with 0."),
             (sum(right.values()), "By class: a dict from the class to its microseconds."),
@@ -112,6 +119,9 @@ def check_line_through(line_through: Callable[[Point, Point], tuple[float, float
         slope = (t2 - t1) / (many - few)
         likely = [
             ((bandwidth, overhead), "The overhead comes first."),
+            ((1e6 * overhead, bandwidth), "The overhead in seconds."),
+            ((overhead, bandwidth / 1e9), "The bandwidth in bytes a second."),
+            ((1e6 * overhead, bandwidth / 1e9), "In seconds, and in bytes a second."),
             ((overhead, slope), "That is seconds a byte. The bandwidth is bytes a second."),
             ((t1, bandwidth), "The first step has bytes of its own: take their time off."),
             ((t1 - few / (many / t2), many / t2),
@@ -141,9 +151,13 @@ def check_possible_gains(possible_gains: Callable[..., dict[str, float]]) -> Non
         whole = sum(seconds.values())
         least = {k: min(v, bounds.get(k, 0.0)) for k, v in seconds.items()}
         right = {k: whole / (sum(seconds.values()) - v + least[k]) for k, v in seconds.items()}
-        alone = {k: v / least[k] if least[k] else 0.0 for k, v in seconds.items()}
+        part = "So much faster is the part. How much faster is the whole step?"
         likely = [
-            (alone, "So much faster is the part. How much faster is the whole step?"),
+            *(({k: v / least[k] if least[k] else other for k, v in seconds.items()}, part)
+              for other in (0.0, 1.0)),
+            ({k: v - 1 for k, v in right.items()}, "Times as fast: no faster is 1, and not 0."),
+            ({k: (v - least[k]) / whole for k, v in seconds.items()},
+             "That is the share that is saved. How many times as fast is what is left?"),
             ({k: whole / (whole - v) for k, v in seconds.items()},
              "A part never takes less than its bound: only what is above it can be saved."),
             ({k: whole / (whole - v + bounds.get(k, 0.0)) for k, v in seconds.items()},
@@ -154,4 +168,5 @@ def check_possible_gains(possible_gains: Callable[..., dict[str, float]]) -> Non
             ({k: right[k] for k in right if k in bounds},
              "A part without a bound could be gone altogether: its bound is 0."),
         ]  # fmt: skip
-        _expect_each(name, possible_gains, (seconds, bounds), right, likely)
+        raised = "Is it at a part without a bound? Its bound is 0."
+        _expect_each(name, possible_gains, (seconds, bounds), right, likely, raised)

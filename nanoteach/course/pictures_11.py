@@ -76,13 +76,14 @@ class Evidence:
 
 def bars(axes: Axes, found: Evidence, metric: str, names: dict[str, str], scale: float = 1) -> None:
     """A bar for each case; `names` says how each is called here."""
-    labels, widest = list[str](), 0.0
+    labels, values, widest = list[str](), list[float](), 0.0
     for case, label in names.items():
         row = found.row(case, metric)
         if row is None:
             continue
         y, value = len(labels), row.median * scale
         labels.append(label)
+        values.append(value)
         axes.barh(y, value, color=BLUE, height=0.62)
         axes.plot([min(row.samples) * scale, max(row.samples) * scale], [y, y], color=TEXT, lw=1)
         marks = [(row.bound if metric not in COUNTS else None, "|", LINE, 16)]
@@ -92,7 +93,9 @@ def bars(axes: Axes, found: Evidence, metric: str, names: dict[str, str], scale:
                 axes.plot(mark * scale, y, shape, color=colour, ms=size, mew=2.5 if size > 9 else 1)
                 widest = max(widest, mark * scale)
         widest = max(widest, value)
-        say(axes, value, y - 0.42, number(value), BLUE, ha="right", weight="bold")
+    for y, value in enumerate(values):  # over the bar's end, or from its beginning if it is short
+        x, side = (value, "right") if value > 0.3 * widest else (0.0, "left")
+        say(axes, x, y - 0.42, number(value), BLUE, ha=side, weight="bold")
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.4, -0.75)
     axes.set_xlim(0, widest * 1.06 or 1)
@@ -108,9 +111,12 @@ def key(figure: Picture, text: str = "") -> None:
 
 def curve(
     axes: Axes, xs: SequenceOf[float], rows: SequenceOf[Row], found: Evidence, label: str = "",
-    colour: str = BLUE, scale: Callable[[float], float] | None = None,
+    colour: str = BLUE, scale: Callable[[float], float] | None = None, bound: str = "-",
 ) -> None:  # fmt: skip
-    """Measured points with their spread, bounds as a grey line, the calibrated model in orange."""
+    """Measured points with their spread, bounds as a grey line, the calibrated model in orange.
+
+    bound: the style of the grey line, where there are several.
+    """
     f = scale or (lambda value: value)
     middle = [f(row.median) for row in rows]
     spread = [[f(row.median) - f(min(row.samples)) for row in rows],
@@ -119,7 +125,8 @@ def curve(
     models = [found.calibrated(row.workload, row.metric) for row in rows]
     points = [(x, f(model)) for x, model in zip(xs, models, strict=True) if model]
     if bounds:
-        axes.plot(*zip(*bounds, strict=True), color=LINE, lw=1.5)
+        name = f"bound, {label}" if label else None
+        axes.plot(*zip(*bounds, strict=True), bound, color=LINE, lw=1.5, label=name)
     if points:
         axes.plot(*zip(*points, strict=True), "D--", color=ORANGE, ms=5, lw=0.8)
     axes.errorbar(xs, middle, yerr=spread, fmt="o-", color=colour, ms=6, lw=1.2, label=label)
@@ -132,7 +139,7 @@ def prefill(found: Evidence) -> Picture:
     axes = figure.subplots()
     model, shapes = found.recording.model, found.named("prefill", "prompt")
     styles = [("prefill 1 x", "one prompt", BLUE), ("prefill", "several prompts", PURPLE)]
-    seen: set[str] = set()
+    seen, labelled = set[str](), set[int]()
     for start, label, colour in styles:
         rows = [row for row in shapes if row.workload.startswith(start)]
         rows = [row for row in rows if row.workload not in seen]
@@ -152,7 +159,11 @@ def prefill(found: Evidence) -> Picture:
             if predicted := found.calibrated(row.workload, "prompt"):
                 axes.plot(x, predicted * rate, "D", color=ORANGE, ms=5)
             what = row.workload.removeprefix("prefill ").replace(" x ", "×")
-            say(axes, x, row.median * rate - 38, what, colour, ha="center")
+            if x in labelled:  # another has as many tokens: its label stands under it
+                say(axes, x * 0.92, row.median * rate, what, colour, ha="right")
+            else:
+                say(axes, x, row.median * rate - 38, what, colour, ha="center")
+            labelled.add(x)
         axes.plot([], [], "o", color=colour, label=label)
     products = found.named("the layers' products", "rate")
     if products:
@@ -200,15 +211,14 @@ def batch(found: Evidence) -> Picture:
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
     steps, whole = found.named("batch", "decode steps"), found.named("batch", "output")
     xs = [batch_of(row) for row in steps]
-    curve(left, xs, steps, found)
-    left.plot(xs, [row.median for row in whole], "o:", color=PURPLE, ms=5)
-    say(left, xs[-1], steps[-1].median * 1.12, "decode steps ", BLUE, ha="right", weight="bold")
-    say(left, xs[-1], whole[-1].median * 0.8, "whole runs ", PURPLE, ha="right", weight="bold")
+    curve(left, xs, steps, found, "decode steps")
+    left.plot(xs, [row.median for row in whole], "o:", color=PURPLE, ms=5, label="whole runs")
     left.set(xscale="log", yscale="log", xlabel="requests at once", ylabel="tokens/s")
     left.set_xticks(xs, [str(x) for x in xs])
     speeds = (1000, 2000, 5000, 10_000, 20_000)
     left.set_yticks(speeds, [f"{speed:,}" for speed in speeds])
     left.minorticks_off()
+    left.legend(frameon=False, fontsize=8, loc="lower right")
     left.set_title("C · over the batch: 1,024 tokens in, 256 out")
     shares = found.named("batch", "time with prompts")
     colours = [RED if row.median >= CONTAMINATED else BLUE for row in shares]
@@ -217,7 +227,8 @@ def batch(found: Evidence) -> Picture:
         say(right, x, row.median + 1, f"{row.median:.0f}", TEXT, ha="center")
     first = next((batch_of(row) for row in shares if row.median >= CONTAMINATED), None)
     right.set_xticks(range(len(shares)), [str(batch_of(row)) for row in shares])
-    right.set_title("% of the time in steps with prompts")
+    right.set_ylim(0, max((row.median for row in shares), default=1) * 1.12)
+    right.set_title("% of time in prompts' steps")
     said = f"from {first} on a whole run is no decode speed" if first else ""
     right.set_xlabel(f"requests at once\n{said}")
     key(figure)
@@ -257,11 +268,11 @@ def packed(found: Evidence) -> Picture:
     """Prompts in one step against one in each, over their length."""
     figure = canvas(3.2)
     left, right = figure.subplots(1, 2)
-    for start, colour, words in (("packed", BLUE, "packed"), ("one by one", RED, "one by one")):
+    for words, colour, style in (("packed", BLUE, "-"), ("one by one", RED, ":")):
         for axes, metric, scale in ((left, "prompt", 1e-3), (right, "TTFT", 1e3)):
-            rows = found.named(start, metric)
+            rows = found.named(words, metric)
             xs = [int(row.workload.split()[-1].replace(",", "")) for row in rows]
-            curve(axes, xs, rows, found, words, colour, partial(mul, scale))
+            curve(axes, xs, rows, found, words, colour, partial(mul, scale), style)
             axes.set(xscale="log", yscale="log", xlabel="tokens of each of 16 prompts")
             axes.set_xticks(xs, [str(x) for x in xs])
             axes.minorticks_off()
@@ -301,7 +312,7 @@ def paged(found: Evidence) -> Picture:
     right.set(xscale="log", yscale="log", xlabel="block size")
     right.set_xticks(xs, [str(x) for x in xs])
     right.minorticks_off()
-    right.set_title("wasted by a request; line: half a block less half")
+    right.set_title("slots that a request wastes; grey: (block - 1) / 2")
     return figure
 
 
@@ -324,9 +335,9 @@ def prefix(found: Evidence) -> Picture:
     for pool, rate in zip(pools, rates, strict=True):
         wait = found.row(rate.workload, "TTFT")
         words = f"{rate.median:.0f}%" + (f", {1000 * wait.median:.0f} ms" if wait else "")
-        say(axes, pool, rate.median + 6, words, BLUE, ha="center")
+        say(axes, pool + 20, rate.median - 6, words, BLUE)
     axes.set(ylim=(0, 115), xlabel="blocks in the pool", ylabel="% of prompt tokens found")
-    axes.set_xlim(min(pools, default=0) - 220, max(pools, default=1) + 220)
+    axes.set_xlim(min(pools, default=0) - 120, max(pools, default=1) + 380)
     axes.axvline(1024, color=LINE, lw=1)
     say(axes, 1034, 8, "all 16 prefixes", LINE)
     axes.set_title("96 requests, 16 prefixes: hit rate, median TTFT", fontsize=9)
@@ -384,11 +395,17 @@ def pairs(found: Evidence, metric: str, starts: tuple[str, str], title: str) -> 
     """Two bars for every size, on a logarithmic scale: with and without."""
     figure = canvas(3.0)
     axes = figure.subplots()
-    rows = [row for start in starts for row in found.named(f"{start}, ", metric)]
-    labels = list(dict.fromkeys(row.workload.split(", ", 1)[1] for row in rows))
-    for row in rows:
-        start, label = row.workload.split(", ", 1)
+    cases = [case for case, name in found.recording.rows if name == metric]
+    cases = [case for case in cases if case.split(", ", 1)[0] in starts]
+    labels = list(dict.fromkeys(case.split(", ", 1)[1] for case in cases))
+    least = min((row.median for case in cases if (row := found.row(case, metric))), default=1.0)
+    for case in cases:
+        start, label = case.split(", ", 1)
         y = labels.index(label) + (0.19 if start == starts[1] else -0.19)
+        row = found.row(case, metric)
+        if row is None:
+            say(axes, least / 2, y, " refused", BLUE if start == starts[0] else RED)
+            continue
         axes.barh(y, row.median, height=0.36, color=RED if start == starts[1] else BLUE)
         if row.bound:
             axes.plot(row.bound, y, "|", color=LINE, ms=12, mew=2.5)
@@ -396,6 +413,7 @@ def pairs(found: Evidence, metric: str, starts: tuple[str, str], title: str) -> 
             axes.plot(model, y, "D", color=ORANGE, ms=5)
         say(axes, row.median * 0.97, y, number(row.median), "white", ha="right")
     axes.set_xscale("log")
+    axes.set_xlim(left=least / 2)
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     for start, colour in zip(starts, (BLUE, RED), strict=True):
@@ -484,21 +502,22 @@ def errors(judged: SequenceOf[Judged]) -> Picture:
     axes.axvline(1, color=TEXT, lw=0.8)
     for row in judged:
         y = names.index(row.experiment)
-        dot = "o" if row.fitted else "D"
         for value, shape, colour, dy in (
             (row.bound, "|", LINE, -0.18),
-            (row.calibrated, dot, ORANGE, 0.18),
+            (row.calibrated, "D", ORANGE, 0.18),
         ):
             faster = value / row.measured if row.unit == "tok/s" else row.measured / value
             axes.plot(faster, y + dy, shape, color=colour, ms=7 if shape == "|" else 4, mew=1.5)
+        if row.fitted:
+            axes.plot(faster, y + dy, "o", ms=10, mew=1.2, mfc="none", mec=TEXT, zorder=5)
     axes.set_xscale("log")
-    ticks = (0.25, 0.5, 0.8, 1, 1.25, 2, 4, 8)
+    ticks = (0.25, 0.5, 0.8, 1, 1.25, 2, 4, 8, 16, 32, 64)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("predicted to be so many times as fast as measured")
-    axes.set_title("every point: grey the bound, orange the calibrated model (round: fitted on)")
+    axes.set_title("every point: grey the bound, orange the calibrated model (ringed: fitted on)")
     return figure
 
 
