@@ -18,8 +18,8 @@
 # you know how many requests a second it can bear.**
 #
 # 75 minutes. It needs notebook 04 (requests that come and go), 05 (prefixes) and 06 (the token
-# budget). No GPU. Whoever installed nanoteach without its tools needs `pip install
-# 'nanoteach[serve]' httpx openai`.
+# budget). No GPU. If nanoteach was installed without its tools, the server needs
+# `pip install -e '.[serve]' httpx openai`.
 
 # %% tags=["nbval-ignore-output"]
 import asyncio
@@ -33,6 +33,7 @@ import httpx
 import openai
 from IPython.display import display
 from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import decoders
 
 from nanoteach import Engine
 from nanoteach.async_engine import AsyncEngine, QueueFull
@@ -85,20 +86,26 @@ pictures_10.waiting(times, times[-1])
 # no longer wants the answer can't say so.
 #
 # A server has to do three things: turn tokens into text **while they come**, let callers **come and
-# go** while steps are run, and **say no** when there are too many. How many is too many? First a
-# prediction. Requests of 500 tokens in and 64 out, 256 of them side by side: from the bytes and
-# FLOPs of the steps, what can the H200 answer in a second?
+# go** while steps are run, and **say no** when there are too many.
+#
+# How many is too many? Requests for Qwen3-0.6B come to the H200 at random times, each with 128 to
+# 4,096 tokens in and 32 to 128 out, and from minute to minute there are more. The highest rate at
+# which the server still follows is called **the knee**. Before you read on: where is it?
 
 # %%
 predict(
     "H200: requests a second at the knee, 128 to 4,096 tokens in, 32 to 128 out", ..., "a second"
 )
 
+# %% [markdown]
+# The cost model gives a bound. A request of medium length has 2,112 tokens in and 80 out. If 256 of
+# them decode side by side, each pays for its own prefill and for a 256th of 80 decode steps:
+
 # %%
-decode = step_cost(qwen, [Work(1, 532)] * 256).seconds(h200)
-prefill = step_cost(qwen, [Work(500, 0)]).seconds(h200)
-each = prefill + 64 * decode / 256
-print(f"a decode step of 256: {1e3 * decode:.2f} ms; one prompt of 500: {1e3 * prefill:.2f} ms")
+decode = step_cost(qwen, [Work(1, 2112 + 40)] * 256).seconds(h200)
+prefill = step_cost(qwen, [Work(2112, 0)]).seconds(h200)
+each = prefill + 80 * decode / 256
+print(f"a decode step of 256: {1e3 * decode:.2f} ms; one prompt: {1e3 * prefill:.2f} ms")
 print(f"so a request takes {1e3 * each:.2f} ms of the GPU: at most {1 / each:,.0f} a second")
 
 # %% [markdown]
@@ -116,11 +123,21 @@ print("all together:  ", llm.tokenizer.decode(tokens))
 # %% [markdown]
 # `tiny` has tokens for bytes, and the fox is four of them. Half a fox is no character: a decoder
 # writes a replacement character, U+FFFD, and what was sent can't be taken back. Llama's
-# tokenizer has a second habit. Its tokens carry the space *before* a word, and `decode` drops the
-# space at the start of a text. Decoded one by one, " fox" becomes "fox", and the sentence
-# "Afoxranaway". And a third: where it has no token for a character it has one for each byte, and a
-# run of such bytes in which one is wrong comes out as replacement characters, *all of it*.
-#
+# tokenizer has a second habit. Its tokens carry the space *before* a word (as "▁"), and its decoder
+# drops the space at the start of a text. And a third: where it has no token for a character it has
+# one for each byte, and a run of such bytes in which one is wrong comes out as replacement
+# characters, *all of it*. Its decoder, built by hand:
+
+# %%
+spaces, start = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+llama = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), start])
+words, fox_bytes = ["▁A", "▁fox", "▁ran"], ["<0xF0>", "<0x9F>", "<0xA6>", "<0x8A>"]
+print("token by token:", "".join(llama.decode([word]) for word in words))
+print("all together:  ", llama.decode(words))
+print("the fox's four:", llama.decode(fox_bytes))
+print("and a wrong one:", llama.decode([*fox_bytes, "<0xFF>"]))
+
+# %% [markdown]
 # So one asks another question. Not "what is this token's text?" but "**what did these tokens add to
 # the text?**" Decode some tokens before them (the context), decode the context and the new ones
 # together, and cut off what was there already. And one shows it only when nothing that may come can
@@ -222,14 +239,18 @@ def overlap(text: str, stop: str) -> int:
 show("nanoteach.engine.overlap")
 
 # %% [markdown]
-# F's story, up to "was" or " valley", a line for each token. What is held back is missing:
+# F's story with two stop strings. A line for each token: the token, and the end of the text that
+# the reader has. " lived" could become the first stop string, so it waits, until " in" comes. The
+# second one could begin with the "a" of " a", and does begin in the middle of " mountain":
 
 # %%
 prompt = llm.apply_chat_template(fox)
-params = SamplingParams(max_tokens=40, stop=[" valley", " wolf"])
+params = SamplingParams(max_tokens=40, stop=[" lived on", "ain valley"])
 for step in llm.stream(prompt, params):
-    if len(step.outputs[0].token_ids) > 9:
-        print(repr(step.outputs[0].text[-24:]), step.outputs[0].finish_reason or "")
+    output = step.outputs[0]
+    if len(output.token_ids) > 8:
+        token = llm.tokenizer.decode(output.token_ids[-1])
+        print(f"{token!r:12} {output.text[-21:]!r:24} {output.finish_reason or ''}")
 
 # %% [markdown]
 # ## Two threads and a queue
@@ -310,9 +331,10 @@ widgets.Panel(
 # request may bring several prompts: all come in, or none.)
 #
 # - `self.streams` has an entry for each open request, running or waiting. `self.max_open` is how
-#   many may be open: `max_num_seqs` of the engine and `max_queue`.
-# - Raise `QueueFull` if there would be more than that. Raise `EngineStopped` if `self.accepting` is
-#   False: the server is about to end. Otherwise return nothing.
+#   many may be open: `max_num_seqs` of the engine and `max_queue` together.
+# - If `self.accepting` is False, the server is about to end: raise `EngineStopped`, however much
+#   room there is. Else, if more than `max_open` would be open: raise `QueueFull`. Else return
+#   nothing.
 # - An example: 7 may be open, 5 are. Two more may come in, three may not.
 
 
@@ -385,7 +407,7 @@ async def leaves_early():
     """Read three pieces of a long answer, and go."""
     async with AsyncEngine(llm) as async_engine:
         outputs = async_engine.generate(
-            "There was once a fox", SamplingParams(2000, ignore_eos=True)
+            "There was once a fox", SamplingParams(max_tokens=2000, ignore_eos=True)
         )
         count = 0
         async for _ in outputs:
@@ -395,10 +417,11 @@ async def leaves_early():
         held = (await async_engine.call(Engine.stats)).num_used_blocks
         await outputs.aclose()
         after = (await async_engine.call(Engine.stats)).num_used_blocks
-        return held > 0, after
+        return held, after
 
 
-print("blocks held while it ran: {}, and after: {}".format(*run(leaves_early())))
+held, after = run(leaves_early())
+print(f"blocks while it ran: {'some' if held else 'none'}; after: {after}")
 
 # %% [markdown]
 # ## Plug it in: HTTP
@@ -454,7 +477,7 @@ for wrong in ({"max_tokens": 9999}, {"n": 3}, {"stop": [""]}, {"model": "gpt-5"}
 # ## Prove it
 #
 # 24 ragged requests at once, over HTTP, greedy. `return_token_ids` is vLLM's: the tokens come with
-# the text.
+# the text. (transformers takes some seconds for the same, one request after the other.)
 
 # %%
 folder = resolve_model("tiny")
@@ -481,11 +504,26 @@ async def all_at_once():
 print(compare(references(folder, prompts, wishes, eos_token_ids(folder)), run(all_at_once())))
 
 # %% [markdown]
-# ## Measure it: metrics, while a load runs
+# ## Measure it
+#
+# What do the words cost? The same 24 requests, by `generate` and over HTTP. Server and client share
+# this process here, so it is more than on a real server:
+
+# %% tags=["nbval-ignore-output"]
+alone = Engine("tiny", device="cpu", num_gpu_blocks_override=1200)
+marks = [time.perf_counter()]
+alone.generate(prompts, wishes, use_tqdm=False)
+marks.append(time.perf_counter())
+run(all_at_once())
+marks.append(time.perf_counter())
+print(f"by generate {marks[1] - marks[0]:.2f} s, over HTTP {marks[2] - marks[1]:.2f} s")
+
+# %% [markdown]
+# ### Metrics, while a load runs
 #
 # The page /metrics tells Prometheus what goes on, under vLLM's names. Here a load runs in the
-# background: conversations of three turns begin at random times, and every 0.2 seconds we ask.
-# Later turns find their history in the prefix cache: watch the green line.
+# background: conversations of three turns begin at random times, and again and again we ask. Later
+# turns find their history in the prefix cache: watch the green line.
 
 
 # %%
@@ -503,15 +541,17 @@ def metrics():
 
 # %% tags=["nbval-ignore-output"]
 began, samples = time.perf_counter(), []
-load = LoadTest(url, [3], "chat", duration=4, input_len=(16, 48), output_len=(8, 24), ttft_limit=30)
+load = LoadTest(url, [3], "chat", duration=4, input_len=(16, 48), output_len=(8, 24))
 thread = threading.Thread(target=lambda: asyncio.run(load.run()))
 thread.start()
 handle = display(display_id=True)
 while thread.is_alive() and time.perf_counter() - began < 60:
     samples.append(metrics())
-    handle.update(pictures_10.over_time(samples, []))
+    if len(samples) % 5 == 0:  # to draw takes time too
+        handle.update(pictures_10.over_time(samples, []))
     time.sleep(0.2)
 thread.join()
+handle.update(pictures_10.over_time(samples, []))
 
 # %% [markdown]
 # ## The knee
@@ -520,26 +560,33 @@ thread.join()
 # know nothing of each other, first at a low rate, then faster and faster. Three numbers for each
 # rate. **TTFT**: from when a request was *due* to its first token. (Not from when the client sent
 # it: a client that is late itself would hide how slow the server is.) **ITL**: from one piece of
-# text to the next. And **goodput**: the requests a second that were quick enough to be of use.
+# text to the next. And **goodput**: the requests a second that were quick enough to be of use; here
+# that is a first token within 1 second and, on average, each further one within 0.1.
 #
 # A server is not gradually worse at higher rates. Up to its capacity almost nobody waits. Beyond it
-# the queue grows for as long as the load lasts. The rate at which that begins is **the knee**: the
-# highest one at which 99 of 100 first tokens come in time, and as many requests leave as arrive.
+# the queue grows for as long as the load lasts. So the knee is the highest rate up to which 99 of
+# 100 first tokens come in time, and requests leave as fast as they arrive. (At least 85% as fast: a
+# short test has some noise.)
+
 
 # %% tags=["nbval-ignore-output"]
-test = LoadTest(url, [4, 16, 48], duration=1.5, input_len=(16, 48), output_len=(4, 12))
-levels = run(test.run())
-for level in levels:
+def tell(level):
+    """A rate's line, as soon as it is measured."""
     median, tail = (1e3 * level.ttft[share] for share in ("p50", "p99"))
-    print(f"{level.rate:5g} a second: {level.completed:6.1f} completed, "
+    print(f"{level.rate:2g} a second: {level.offered:4.1f} came, {level.completed:4.1f} left, "
           f"first token p50 {median:7.1f} ms, p99 {tail:7.1f} ms")  # fmt: skip
+
+
+sizes = {"input_len": (16, 48), "output_len": (4, 12)}
+test = LoadTest(url, [4, 16, 60], duration=3, **sizes, on_level=tell)
+run(test.run())
 print(test.verdict)
 
 # %% tags=["nbval-ignore-output"]
 pictures_10.latency_against_load({"here": test.result()})
 
 # %% [markdown]
-# (`nanoteach bench serve` does this with more patience, against a server of its own process.)
+# (`nanoteach bench serve` does this with more patience, against a server in its own process.)
 #
 # And on the H200, with the shape of Qwen3-0.6B, prompts of 128 to 4,096 tokens. There are two
 # servers: one whose steps compute up to 512 tokens, and one with up to 8,192. Notebook 06 said
@@ -551,16 +598,17 @@ loads = pictures_10.recorded_loads()
 if loads:
     display(pictures_10.latency_against_load(loads))
 for name, result in loads.items():
-    print(f"{name}: the knee is at {result['knee'] or 'none of the rates'} a second")
-    if result["knee"] and "8,192" in name:
+    knee = result["knee"]
+    print(f"{name}: " + (f"the knee is at {knee:g} requests a second" if knee else "no rate held"))
+    if knee and "8,192" in name:
         reveal("H200: requests a second at the knee, 128 to 4,096 tokens in, 32 to 128 out",
-               result["knee"], "a second")  # fmt: skip
+               knee, "a second")  # fmt: skip
 if not loads:
     print("not recorded yet")
 
 # %% [markdown]
-# The bound from the beginning was for prompts of 500 tokens, a perfect engine, and no host. What is
-# between the two is told below.
+# The bound from the beginning was for an engine that reaches the GPU's limits in every step, and
+# for no host beside it. What else is busy is told at the end.
 #
 # ## Bug clinic
 #
@@ -593,7 +641,7 @@ async def an_hour(handler):
         for _ in range(6):
             before = await in_engine()
             caller = asyncio.create_task(handler(async_engine, "There was once a fox", long))
-            while await in_engine() == before:
+            while await in_engine() == before and not caller.done():
                 await asyncio.sleep(0.01)
             caller.cancel()
             await asyncio.gather(caller, return_exceptions=True)
@@ -624,7 +672,10 @@ async def mended(async_engine, prompt, params):
 # %%
 def examine(handler):
     """Whether those who left are gone, and the last one is answered."""
-    trace = run(an_hour(handler))
+    try:
+        trace = run(asyncio.wait_for(an_hour(handler), 30))
+    except asyncio.TimeoutError:
+        return "worse: somebody waits for ever"
     gone = all(streams == requests == 0 for _, streams, requests in trace)
     return "well again" if gone and "answered" in trace[-1][0] else "still ill"
 
@@ -654,8 +705,10 @@ print(examine(mended))
 #
 # It happens to real servers: [ATOM's pull request
 # 1562](https://github.com/ROCm/ATOM/pull/1562) frees blocks that leaked when a client of an answer
-# that comes at once hung up: the web framework only ends *streamed* responses by itself. vLLM had
-# reports of it too ([issue 9428](https://github.com/vllm-project/vllm/issues/9428)).
+# that comes at once hung up. There the handler was not even told, since the web framework ends only
+# *streamed* answers by itself. So a second task has to wait beside the handler until the client
+# has left, and then cancel it: `until_left` in `server.py`, and in vLLM since [pull request
+# 11190](https://github.com/vllm-project/vllm/pull/11190).
 #
 # </details>
 
@@ -666,16 +719,17 @@ print("what check() finds:", llm.check(), "blocks held:", llm.stats().num_used_b
 # %% [markdown]
 # ## What moved
 #
-# The GPU is no longer the only thing that is busy. Each token of each stream is decoded, put into
-# JSON and written to a socket, by Python, beside the thread that prepares the steps; and of two
-# Python threads one runs at a time. vLLM gives its engine a process of its own for this reason, and
-# sends tokens between the two in batches.
+# The GPU is no longer the only thing that is busy: over HTTP the 24 requests took longer. Each
+# token of each stream is decoded, put into JSON and written to a socket, by Python, beside the
+# thread that prepares the steps; and of two Python threads one runs at a time. vLLM's engine has [a
+# process of its own](https://github.com/vllm-project/vllm/blob/v0.20.2/vllm/v1/engine/core_client.py),
+# which sends the tokens of a step in one message.
 #
 # Where others do this:
 #
 # - vLLM: [async_llm.py](https://github.com/vllm-project/vllm/blob/v0.20.2/vllm/v1/engine/async_llm.py)
 #   is the bridge, [detokenizer.py](https://github.com/vllm-project/vllm/blob/v0.20.2/vllm/v1/engine/detokenizer.py)
-#   the text.
+#   the text. It always holds back as many characters as the longest stop string has, less one.
 # - nano-vLLM has no server: `generate` is all.
 #
 # To read:

@@ -102,6 +102,11 @@ def anywhere(text, stop):
     return next((n for n in range(len(stop) - 1, 0, -1) if stop[:n] in text), 0)
 
 
+@wrong(OVERLAP, "found elsewhere")
+def the_whole_of_it(text, stop):
+    return next((n for n in range(len(stop), 0, -1) if text.endswith(stop[:n])), 0)
+
+
 @wrong(OVERLAP, "is how")
 def first_letter_alone(text, stop):
     return int(len(stop) > 1 and len(text) == 0)
@@ -166,6 +171,26 @@ def with_a_default(self, stream):
     for request_id in mine:
         del self.streams[request_id]
         self.commands.put(lambda name=request_id: self.engine.abort_request(name))
+
+
+@second(CLOSE)
+def with_one_command(self, stream):
+    mine = [name for name in stream.request_ids if self.streams.get(name) is stream]
+
+    def abort():
+        for name in mine:
+            self._abort(name)
+
+    for name in mine:
+        del self.streams[name]
+    self.commands.put(abort)
+
+
+@wrong(CLOSE, "without arguments")
+def no_function(self, stream):
+    for request_id in stream.request_ids:
+        if self.streams.pop(request_id, None):
+            self.commands.put((self._abort, request_id))
 
 
 @wrong(CLOSE, "take them out of")

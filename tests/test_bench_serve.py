@@ -180,7 +180,7 @@ def test_the_command_loads_a_running_server_and_saves(
         assert cli.main([*argv, "--save", str(file)]) == 0
         assert cli.main([*argv, "--block-size", "8"]) == 1  # a running server has its own
     out, err = capsys.readouterr()
-    assert "The knee: 20" in out and "--block-size" in err
+    assert "up to 20 requests" in out and "--block-size" in err
     saved = json.loads(file.read_text())
     assert saved["knee"] == 20 and saved["levels"][0]["cached_share"] > 0.5
     assert saved["command"].startswith("nanoteach bench serve --rates 20 --workload shared")

@@ -407,6 +407,8 @@ class LoadTest:
         limit = f"(first token p99 within {self.limits[0]:g} s)"
         if self.knee is None:
             return f"Not even {self.rates[0]:g} requests a second held {limit}."
+        if self.knee == self.rates[-1]:
+            return f"All rates held, up to {self.knee:g} requests a second {limit}."
         return f"The knee: {self.knee:g} requests a second held, and no higher rate {limit}."
 
     def result(self) -> dict[str, Any]:

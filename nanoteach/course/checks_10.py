@@ -114,7 +114,8 @@ def check_overlap(overlap: Callable[[str, str], int]) -> None:
     ):  # fmt: skip
         lengths = [n for n in range(1, len(stop)) if text.endswith(stop[:n])]
         right = max(lengths, default=0)
-        likely: list[tuple[Any, str]] = []
+        whole = (len(stop), "A whole stop string is found elsewhere: look for its beginnings.")
+        likely: list[tuple[Any, str]] = [whole] if text.endswith(stop) else []
         if lengths:
             likely += [
                 (min(lengths), "More than that could be its beginning: take the longest."),
@@ -126,7 +127,6 @@ def check_overlap(overlap: Callable[[str, str], int]) -> None:
             (len(stop) - 1,
              "That many may have to wait, at most. Here fewer can become the stop string."),
             (sum(letter in stop for letter in text), "The end of the text, not letters in it."),
-            (len(stop), "A whole stop string is found elsewhere: look for its beginnings."),
             (next((n for n in range(len(stop) - 1, 0, -1) if stop[:n] in text), 0),
              "Only what stands at the end of the text can go on."),
             (next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[-n:])), 0),
@@ -156,7 +156,11 @@ def check_admit(admit: Callable[..., None]) -> None:
     ):  # fmt: skip
         name = f"{there} requests are open and {count} come; 7 may be open"
         name += "" if accepting else "; the server is shutting down"
-        case(name, "How many are open: `len(self.streams)`. How many may be: `self.max_open`.")
+        case(
+            name,
+            "Nothing but QueueFull and EngineStopped is to be raised. How many are open: "
+            "`len(self.streams)`. How many may be: `self.max_open`.",
+        )
         async_engine, _ = bridge()
         async_engine.accepting = accepting
         async_engine.streams = {str(i): Stream([str(i)]) for i in range(there)}
@@ -190,7 +194,11 @@ def check_close(close: Callable[..., None]) -> None:
     def carry_out() -> None:
         while not async_engine.commands.empty():
             command = async_engine.commands.get()
-            assert command is not None
+            if not callable(command):
+                raise Wrong(
+                    name, "a function in `commands`", repr(command),
+                    "It is called later, without arguments: `partial` makes such a function.",
+                )  # fmt: skip
             command()
 
     name = "a stream of the requests a and b is closed; c is another's"

@@ -10,6 +10,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from matplotlib.lines import Line2D
+
 from nanoteach.course.pictures import (
     BLUE,
     GREEN,
@@ -25,6 +27,8 @@ from nanoteach.course.pictures import (
     say,
 )
 from nanoteach.results import RESULTS, recorded
+
+STYLES = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"))
 
 Loads = Mapping[str, Mapping[str, Any]]
 """Load tests by name: what `LoadTest.result` gives."""
@@ -64,7 +68,8 @@ def over_time(samples: SequenceOf[Mapping[str, float]], arrivals: SequenceOf[flo
         ("num_requests_waiting", ORANGE, "waiting"),
     ):
         upper.step(seconds, [s[name] for s in samples], color=colour, label=label, where="post")
-    upper.legend(frameon=False, fontsize=8)
+    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": 8}
+    upper.legend(frameon=False, **beside)
     upper.set_ylabel("requests")
     for name, colour, label in (
         ("kv_cache_usage_perc", PURPLE, "KV blocks held"),
@@ -73,7 +78,7 @@ def over_time(samples: SequenceOf[Mapping[str, float]], arrivals: SequenceOf[flo
         lower.step(seconds, [s[name] for s in samples], color=colour, label=label, where="post")
     lower.set_ylim(0, 1)
     lower.set_ylabel("share")
-    lower.legend(frameon=False, fontsize=8)
+    lower.legend(frameon=False, **beside)
     lower.set_xlabel("seconds")
     for when in arrivals:
         upper.axvline(when, color=LINE, lw=0.6, ls=":")
@@ -84,28 +89,28 @@ def over_time(samples: SequenceOf[Mapping[str, float]], arrivals: SequenceOf[flo
 @drawing
 def latency_against_load(loads: Loads) -> Picture:
     """Times to the first token, gaps and rates at every load, with the knee of each test marked."""
-    figure = canvas(3.2)
+    figure = canvas(3.4)
     first, gap, rate = figure.subplots(1, 3)
-    styles = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"))
-    for (name, load), (colour, marker) in zip(loads.items(), styles, strict=False):
+    top = max(level["rate"] for load in loads.values() for level in load["levels"])
+    keys: list[Line2D] = []
+    for (name, load), (colour, marker) in zip(loads.items(), STYLES, strict=False):
+        more: dict[str, Any] = {"color": colour, "marker": marker, "ms": 4}
         levels = load["levels"]
         rates = [level["rate"] for level in levels]
         for axes, key in ((first, "ttft"), (gap, "itl")):
             for share, style in (("p50", ":"), ("p99", "-")):
-                axes.plot(
-                    rates, [1e3 * level[key].get(share, float("nan")) for level in levels],
-                    style, marker=marker, ms=4, color=colour, label=f"{name} {share}",
-                )  # fmt: skip
-        rate.plot(rates, [level["completed"] for level in levels], "-", marker=marker, ms=4,
-                  color=colour, label=f"{name} completed")  # fmt: skip
-        rate.plot(rates, [level["goodput"] for level in levels], ":", marker=marker, ms=4,
-                  color=colour, label="within both limits")  # fmt: skip
-        if load["knee"]:
-            for axes in (first, gap, rate):
-                axes.axvline(load["knee"], color=colour, lw=1, alpha=0.5)
-            say(first, load["knee"], first.get_ylim()[1], " the knee", colour, va="top")
+                times = [1e3 * level[key].get(share, float("nan")) for level in levels]
+                axes.plot(rates, times, style, **more)
+        for key, style in (("completed", "-"), ("goodput", ":")):
+            rate.plot(rates, [level[key] for level in levels], style, **more)
         first.axhline(1e3 * load["limits"]["ttft"], color=LINE, lw=0.8, ls="--")
-    top = max(level["rate"] for load in loads.values() for level in load["levels"])
+        if knee := load["knee"]:
+            for axes in (first, gap, rate):
+                axes.axvline(knee, color=colour, lw=1, alpha=0.5)
+            say(first, knee, 0.97 - 0.08 * len(keys), " the knee ", colour, weight="bold",
+                transform=first.get_xaxis_transform(),
+                ha="left" if knee < 0.7 * top else "right")  # fmt: skip
+        keys.append(Line2D([], [], label=name, **more))
     rate.plot([0, top], [0, top], color=LINE, lw=0.8, ls="--")
     for axes, title in (
         (first, "first token, ms"), (gap, "between pieces, ms"), (rate, "requests a second"),
@@ -114,8 +119,14 @@ def latency_against_load(loads: Loads) -> Picture:
         axes.set_xlabel("requests a second that arrive")
         if axes is not rate:
             axes.set_yscale("log")
-    first.legend(frameon=False, fontsize=7)
-    rate.legend(frameon=False, fontsize=7)
+    keys += [
+        Line2D([], [], color=colour, ls=style, label=label)
+        for colour, style, label in (
+            (TEXT, ":", "p50; within both limits"), (TEXT, "-", "p99; completed"),
+            (LINE, "--", "the limit; all that arrive"),
+        )
+    ]  # fmt: skip
+    figure.legend(handles=keys, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     return figure
 
 
@@ -182,8 +193,7 @@ class QueueExplorer:
         right.set_yscale("log")
         right.set_xlabel("seconds before the first step")
         right.set_ylabel("requests")
-        say(right, 0.95, 0.9, f"{line.refused:,} refused", TEXT, transform=right.transAxes,
-            ha="right")  # fmt: skip
+        right.set_title(f"{line.refused:,} refused")
         return figure
 
     def text(self) -> str:
