@@ -772,7 +772,7 @@ except Exception as error:  # a body of `...` returns None
 #   option](https://github.com/vllm-project/vllm/pull/15419) caps what one long prompt gets in a
 #   step, so that short ones get past it.
 # - **nano-vLLM**, as of [pull request 218](https://github.com/GeeeekExplorer/nano-vllm/pull/218),
-#   [nanovllm/engine/scheduler.py](https://github.com/GeeeekExplorer/nano-vllm/blob/main/nanovllm/engine/scheduler.py):
+#   its file nanovllm/engine/scheduler.py:
 #   it cuts the first prompt of a step where the budget ends. But a step is one of prompts or one of
 #   decodes. You know from the clinic what that means.
 #
