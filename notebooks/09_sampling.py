@@ -31,6 +31,7 @@ from statistics import median
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoteach import Engine
 from nanoteach.bench import sampling as bench
@@ -46,6 +47,7 @@ from nanoteach.course import (
     show,
     widgets,
 )
+from nanoteach.course.timing import where
 from nanoteach.hardware import hardware_named
 from nanoteach.hub import resolve_model
 from nanoteach.loader import eos_token_ids, load_model, load_tokenizer
@@ -54,6 +56,7 @@ from nanoteach.naive import CausalAttention
 from nanoteach.reference import compare, open_model, references
 from nanoteach.sampler import philox, uniform
 from nanoteach.sampling_filters import Rules, Scores, pick
+from nanoteach.sampling_tail import SLICE
 from nanoteach.stages import COURSE, Parts, build_graphs
 from nanoteach.types import SamplingParams
 
@@ -122,24 +125,26 @@ print(f"and {len(logits) - 8:,} other tokens")
 # %% [markdown]
 # A softmax of the scores is a distribution. To take its largest value is to throw the rest away.
 # Where many answers are right, one would rather **draw**: "clever" half of the time, "gentle" once
-# in a while, nonsense never. Before you read on:
+# in a while, nonsense never. Here the four best tokens have 90% of the probability. How many have
+# it when all scores are halved? And how long is a step whose scores are sorted and filtered before
+# the draw? Before you read on:
 
 # %%
-predict("tokens that have 90% of the probability here, of 2,048", ..., "tokens")
-predict("H200, 64 requests: a decode step with top-k and top-p, to a greedy one", ..., "times")
+predict("tokens that have 90% of the probability when all scores are halved", ..., "of 2,048")
+predict("H200, 64 requests: a step with top-k and top-p, in greedy steps", ..., "steps")
 
 # %% [markdown]
-# What could it cost? A decode step of 64 requests with 1,024 tokens of history, on Qwen3-0.6B, by
-# its bytes. And beside it, filters that sort each row of scores: a radix sort of 32-bit numbers
+# What could it cost? A decode step of 64 requests with 256 tokens of history each, on Qwen3-0.6B,
+# by its bytes. And beside it, filters that sort each row of scores: a radix sort of 32-bit numbers
 # with their token ids goes over them four times, and reads and writes 12 bytes of each.
 
 # %%
 qwen, h200 = SHAPES["qwen3-0.6b"], hardware_named("h200")
-step = step_cost(qwen, [Work(1, 1023)] * 64).seconds(h200)
-scores_of_64 = 64 * qwen.vocab_size
-sort = 4 * 2 * 12 * scores_of_64 / h200.copy_bandwidth
-print(f"the step                  {1e3 * step:.2f} ms")
-print(f"sorting {scores_of_64:,} scores  {1e3 * sort:.2f} ms   ({h200.name}, bounds)")
+step = step_cost(qwen, [Work(1, 255)] * 64).seconds(h200)
+sort = 4 * 2 * 12 * qwen.vocab_size / h200.copy_bandwidth  # of one row
+print(f"the step              {1e3 * step:.2f} ms   ({h200.name}, bounds)")
+print(f"sorting {qwen.vocab_size:,} x 64  {1e3 * 64 * sort:.2f} ms")
+print(f"both, in such steps   {1 + 64 * sort / step:.2f}")
 
 # %% [markdown]
 # ## A race
@@ -184,13 +189,13 @@ print(f"sorting {scores_of_64:,} scores  {1e3 * sort:.2f} ms   ({h200.name}, bou
 #   `[rows, vocab_size]`, all above 0 and below 1.
 # - A row with a temperature of 0 takes its best token, without noise.
 # - Scores may be `-inf`: such a token never wins.
-# - The result is `[rows]`.
+# - The result: the ids of the drawn tokens, `[rows]`.
 
 
 # %%
 @exercise("nanoteach.sampler.race")
 def race(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """As `sample`, with the draws by columns, `[rows]` each. A token of score -inf never wins."""
+    """The drawn token of each row, or the best one at a temperature of 0: `[rows]`."""
     ...
 
 
@@ -262,8 +267,8 @@ print("the same winners in blocks of 512:", whole == pieces)
 #
 # `uniform` has no state. It is Philox ([Salmon and others,
 # 2011](https://doi.org/10.1145/2063384.2063405)): a cipher, of which one wants nothing but that its
-# output looks random. The seed is the key; the position and the token are what is enciphered. Ten
-# rounds of multiplying and mixing:
+# output looks random. The seed is the key (its lowest 32 bits); the position and the token are what
+# is enciphered. Ten rounds of multiplying and mixing:
 
 # %%
 key, token, position = torch.tensor([7]), torch.tensor([300]), torch.tensor([20])
@@ -394,8 +399,16 @@ for share in (0.5, 0.9, 0.99, 0.999):
     print(f"top_p {share}: {count} of {len(ranked):,} tokens")
 
 # %% tags=["nbval-ignore-output"]
-nucleus = int(keep_top_p(ranked[None], torch.tensor([0.9])).sum())
-reveal("tokens that have 90% of the probability here, of 2,048", nucleus, "tokens")
+halved = int(keep_top_p((ranked.log() / 2).softmax(-1)[None], torch.tensor([0.9])).sum())
+reveal("tokens that have 90% of the probability when all scores are halved", halved, "of 2,048")
+
+# %% [markdown]
+# `filter_ranked` puts the two together, on sorted scores. It divides by the temperature for top-p
+# alone; what it returns is not divided, since the race does that. Afterwards each score goes back
+# to its token's place.
+
+# %%
+show("nanoteach.sampling_filters.filter_ranked")
 
 # %% [markdown]
 # **The order counts.** First the temperature, then top-k, then top-p, on what top-k has left. With
@@ -429,7 +442,8 @@ widgets.Panel(
 #
 # Is it right? The filters can be compared with loops (the tests do). For the draws as a whole there
 # is a way that trusts nobody: draw 2,000 times and count. `pick` is all of the stage for some rows:
-# sort, filters, race. Each draw has a position of its own, as in a text of 2,000 tokens.
+# sort, filters, race. `Rules` has what each row asks for. Each draw has a position of its own, as
+# in a text of 2,000 tokens.
 
 # %%
 COUNT = 2000
@@ -441,10 +455,15 @@ def drawn(temperature, top_k, top_p):
     """How often each of the 7 best tokens was drawn, and how often another one."""
     found = Counter()
     for positions in torch.arange(COUNT).split(200):
-        same = torch.ones(len(positions))
-        rules = Rules(11 * same.long(), positions, top_k * same.long(), temperature * same,
-                      top_p * same)  # fmt: skip
-        tokens, _ = pick(logits.expand(len(positions), -1), rules, race)
+        rows = len(positions)
+        rules = Rules(
+            seeds=torch.full((rows,), 11),
+            positions=positions,
+            top_k=torch.full((rows,), top_k),
+            temperatures=torch.full((rows,), temperature),
+            top_p=torch.full((rows,), top_p),
+        )
+        tokens, _ = pick(logits.expand(rows, -1), rules, race)
         found.update(tokens.tolist())
     best = [found[token] for token in logits.argsort(descending=True)[:7].tolist()]
     return [*best, COUNT - sum(best)]
@@ -468,7 +487,8 @@ right = {name: expected(*setting) for name, setting in SETTINGS.items()}
 pictures_09.compared(shown, {name: (right[name], found[name]) for name in SETTINGS})
 
 # %% [markdown]
-# The dots lie on the bars, as far as 2,000 draws can tell. How far is that? The **chi-squared**
+# The dots lie at the tops of the bars, as far as 2,000 draws can tell; the line through a dot is
+# twice its standard error to each side. Is that near enough? The **chi-squared**
 # statistic adds up, for each token, the squared distance between count and expectation, over the
 # expectation. Tables say what a right sampler stays under in 999 of 1,000 cases. That a test like
 # this can fail is shown on a sampler with the most common slip, a top-p without the token that
@@ -557,7 +577,8 @@ show("nanoteach.sampling_filters.score")
 # %% [markdown]
 # ## Plug it in
 #
-# `Engine` has all of it, under vLLM's names. F, with a seed, a nucleus, and logprobs:
+# `Engine` has all of it, under vLLM's names. F, with a seed, a nucleus, and logprobs: those of the
+# two best tokens of each place, and of the drawn one where it is a third.
 
 # %%
 llm = Engine("tiny", device="cpu")
@@ -581,8 +602,9 @@ for token, told in zip(completion.token_ids, completion.logprobs, strict=True):
 # filters, draws, and puts its token in the place of the graph's own. All of that is launched
 # without waiting: the next step, which has been promised these tokens, reads them on the GPU.
 #
-# Without a GPU the same code runs around a slow decoder. Three requests, one of them plain, on the
-# runner of stage 6 and on that of stage 8:
+# Without a GPU the same code runs around a slow decoder. Three requests, one of them without
+# filters and logprobs, on the runner of stage 6 and on that of stage 8, which is told that there
+# are filters:
 
 # %%
 wishes = [
@@ -640,7 +662,9 @@ print("somebody found a prefix:", core.scheduler.num_prefix_hits > 0)
 # %% [markdown]
 # This holds in float32. In bfloat16 the *scores* depend on the batch: a product of another shape is
 # added up in another order. The noise is the same, but where two tokens are almost level, another
-# one may win. vLLM and others speak of "best effort" for this reason.
+# one may win. vLLM, too, [promises no
+# repetition](https://github.com/vllm-project/vllm/blob/v0.20.2/docs/usage/reproducibility.md) by
+# default; in a mode of its own, batch invariance, its scores do not depend on the batch.
 #
 # **The logprobs.** Beside those of transformers, for F's 14 tokens from above:
 
@@ -667,7 +691,7 @@ core = bench.build("toy", torch.device("cpu"), 4, 64)
 for batch in (1, 4):
     for name, wish in bench.WISHES.items():
         took = median(bench.step_times(core, batch, 12, 9, **wish))
-        print(f"{batch} requests, {name:13} {took:6.2f} ms")
+        print(f"batch {batch}, {name:13} {took:6.2f} ms")
 
 # %% [markdown]
 # And the noise alone, for 64 rows of 2,048 tokens: a generator for each request, as PyTorch has
@@ -696,23 +720,64 @@ for name, run in (("64 generators", by_generators), ("a function", by_function))
     print(f"{name:14} {1e3 * median(samples):6.2f} ms")
 
 # %% [markdown]
-# Here the function loses: PyTorch has no operation for Philox, so ours takes some three hundred,
-# each over the whole matrix. In a kernel all of that happens in registers, beside a score that is
-# being read anyway. A generator for each request costs a GPU something else: a launch for each row,
-# 256 of them in a step of 256. What was recorded on the H200:
+# Here the function loses. PyTorch has no operation for Philox, so ours is made of many, each over
+# the whole matrix. Count them, as in notebook 08:
+
+
+# %%
+class Calls(TorchDispatchMode):
+    """Counts operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+with Calls() as calls:
+    by_function()
+print(f"a matrix of noise is about {round(calls.count, -2)} operations")
+
+# %% [markdown]
+# In a kernel all of that happens in registers, beside a score that is being read anyway. A
+# generator for each request costs a GPU something else: a launch for each row, 256 of them in a
+# step of 256. Decode steps with about 256 tokens of history, as they were recorded:
 
 # %% tags=["nbval-ignore-output"]
 costs = pictures_09.recorded_costs()
 base = {cost.batch: cost.step_ms for cost in costs if cost.wish == "greedy"}
+print(where("sampling_h200"))
 for cost in costs:
-    print(f"{cost.batch:3} requests, {cost.wish:13} {cost.step_ms:6.2f} ms, "
-          f"{cost.step_ms / base[cost.batch]:.2f} times a greedy step")  # fmt: skip
-for cost in costs:
+    steps = cost.step_ms / base[cost.batch]
+    print(f"batch {cost.batch:3}, {cost.wish:13} {cost.step_ms:6.2f} ms, {steps:.2f} greedy steps")
     if (cost.batch, cost.wish) == (64, "top-k, top-p"):
-        times = cost.step_ms / base[64]
-        reveal("H200, 64 requests: a decode step with top-k and top-p, to a greedy one", times)
-if not costs:
-    print("not recorded yet")
+        of_64 = steps
+reveal("H200, 64 requests: a step with top-k and top-p, in greedy steps", of_64, "steps")
+
+# %% [markdown]
+# A temperature costs next to nothing. Filters and logprobs cost many times the bytes of a sort. To
+# save memory `SamplingTail` takes its rows in slices of 32, one after the other. What each slice
+# adds to the greedy step, and what sorting it would take at best:
+
+# %% tags=["nbval-ignore-output"]
+for cost in costs:
+    if cost.wish == "top-k, top-p":
+        slices, rows = math.ceil(cost.batch / SLICE), min(cost.batch, SLICE)
+        added = (cost.step_ms - base[cost.batch]) / slices
+        print(f"batch {cost.batch:3}: {slices} x {rows:2} rows, {added:.2f} ms each; "
+              f"to sort them: {1e3 * rows * sort:.3f} ms")  # fmt: skip
+
+# %% [markdown]
+# A slice of one row takes nearly as long as one of 16. So most of that time is not bytes. It looks
+# like notebook 08's waste: the tail is not in the graph, and the host launches its operations one
+# by one, for each slice anew. How many `pick` has, with the race in one kernel:
+
+# %%
+rules = Rules(*torch.ones(3, 32).long(), *torch.ones(2, 32))
+with Calls() as calls:
+    pick(torch.zeros(32, 2048), rules, lambda scores, *draws: scores.argmax(-1))
+print(f"about {round(calls.count, -1)} operations a slice")
 
 # %% [markdown]
 # ## Bug clinic
@@ -753,13 +818,18 @@ def patient():
 
 
 # %%
-def watched(race, others):
-    """U's text beside requests with these numbers of tokens, and who was in which row."""
+def watched(race, others, seed=50):
+    """U's text beside requests with these numbers of tokens, and who was in which row.
+
+    U's seed is 7, and those of the others begin at `seed`.
+    """
     with installed({"nanoteach.sampler.race": race}):
         core = engine()
         hot = SamplingParams(12, temperature=2.5, top_k=40, seed=7, ignore_eos=True)
         for i, count in enumerate(others):
-            core.add_request("ABC"[i], prompts[1 + i], replace(hot, max_tokens=count, seed=50 + i))
+            core.add_request(
+                "ABC"[i], prompts[1 + i], replace(hot, max_tokens=count, seed=seed + i)
+            )
         seq, trace = core.add_request("U", fox, hot), []
         execute = core.runner.execute
 
@@ -797,6 +867,7 @@ def examine(make):
     """Whether U has its text in any company."""
     usual, _ = watched(make(), [])
     texts = [watched(make(), others)[0] for others in ([20], [5], [5, 9], [1, 1, 1])]
+    texts.append(watched(make(), [5, 9], seed=6)[0])  # B has U's seed
     return "well again" if all(text == usual for text in texts) else "still ill"
 
 
@@ -811,8 +882,9 @@ print(examine(mended))
 # and where A outlives U nothing is seen at all.
 #
 # One mend is to keep the generators by request, and to move them whenever rows move, to keep them
-# through a preemption, and to throw them away in the end. The other is to keep nothing. What a
-# generator would have by now must be a function of the seed and the position:
+# through a preemption, and to throw them away in the end. (To keep them by seed is not enough: two
+# requests may have the same.) The other is to keep nothing. What a generator would have by now must
+# be a function of the seed and the position:
 #
 # ```python
 # def mended():
@@ -837,9 +909,9 @@ print(examine(mended))
 #
 # All of it has happened. On Tenstorrent's accelerators a model [kept its seeds by
 # slot](https://github.com/tenstorrent/tt-metal/issues/46350): "seeded requests with uneven length
-# will cause misalignment" when vLLM moves rows up. In vLLM itself a preempted request [got a new
-# generator](https://github.com/vllm-project/vllm/pull/19940) when it came back, and its noise began
-# anew. And on a CPU a seed was [ignored when anybody else in the batch had
+# will cause misalignment" when vLLM moves rows up. In vLLM's first engine a preempted request [got
+# a new generator](https://github.com/vllm-project/vllm/pull/19940) when it came back, and its noise
+# began anew. And on a CPU a seed was [ignored when anybody else in the batch had
 # none](https://github.com/vllm-project/vllm/issues/51226), because of a fast path for the batch as
 # a whole. (The code above is ours, and not theirs.)
 #
@@ -848,11 +920,12 @@ print(examine(mended))
 # ## What moved
 #
 # - Each request draws in its own way, in one batch. The rows that ask for filters or logprobs are
-#   sorted, once; the others pay nothing.
+#   sorted, once. The others are not; but who shares a step with them waits for its end.
 # - Noise is a function of seed, position and token. Nothing is kept for a request, so nothing can
 #   be lost.
-# - **The bottleneck now**: the speed is what it was. What an engine on a laptop lacks is a way in.
-#   Requests still come from a Python list: notebook 10 puts a server in front.
+# - **The bottleneck now**: without filters the speed is what it was; with them a step waits for
+#   launches once more. And what the engine lacks is a way in. Requests still come from a Python
+#   list: notebook 10 puts a server in front.
 #
 # ### In other engines
 #
@@ -862,6 +935,9 @@ print(examine(mended))
 # - **vLLM** 0.20.2,
 #   [vllm/v1/sample/ops/topk_topp_sampler.py](https://github.com/vllm-project/vllm/blob/v0.20.2/vllm/v1/sample/ops/topk_topp_sampler.py):
 #   filters and the race; a request with a seed has a `torch.Generator`, and a call for its row.
+#   From 8 rows on
+#   [a kernel](https://github.com/vllm-project/vllm/blob/v0.20.2/vllm/v1/sample/ops/topk_topp_triton.py)
+#   filters, without a sort.
 #   [sampler.py](https://github.com/vllm-project/vllm/blob/v0.20.2/vllm/v1/sample/sampler.py) has
 #   the order of all steps in its docstring.
 #

@@ -76,6 +76,18 @@ def flat_seeds(logits, temperatures, seeds, positions):
     return greedy(logits / temperatures[:, None] - torch.log(-torch.log(u)))
 
 
+@wrong(RACE, "no noise there")
+def next_to_nothing(logits, temperatures, seeds, positions):
+    u = uniform(seeds[:, None], positions[:, None], torch.arange(logits.shape[1]))
+    return greedy(logits / temperatures[:, None].clamp(min=1e-5) - torch.log(-torch.log(u)))
+
+
+@wrong(RACE, "The winner's id is wanted")
+def how_far_it_came(logits, temperatures, seeds, positions):
+    u = uniform(seeds[:, None], positions[:, None], torch.arange(logits.shape[1]))
+    return (logits / temperatures[:, None] - torch.log(-torch.log(u))).amax(dim=-1)
+
+
 TOP_K = "nanoteach.sampling_filters.keep_top_k"
 
 
@@ -109,6 +121,11 @@ def the_other_way_round(top_k, vocab_size):
     return (torch.arange(vocab_size) >= top_k[:, None]) & (top_k[:, None] != 0)
 
 
+@wrong(TOP_K, "The result is a mask")
+def ones_and_zeros(top_k, vocab_size):
+    return ((torch.arange(vocab_size) < top_k[:, None]) | (top_k[:, None] == 0)).int()
+
+
 TOP_P = "nanoteach.sampling_filters.keep_top_p"
 
 
@@ -124,6 +141,38 @@ def by_counting(probabilities, top_p):
             mask[row, place] = True
             so_far += float(probabilities[row, place])
     return mask
+
+
+@second(TOP_P)
+def by_searching(probabilities, top_p):
+    limit = top_p[:, None]
+    count = torch.searchsorted(probabilities.cumsum(-1), limit) + 1
+    return (torch.arange(probabilities.shape[1]) < count) | (limit >= 1)
+
+
+@wrong(TOP_P, "The result is a mask")
+def ones_and_zeros_again(probabilities, top_p):
+    before = probabilities.cumsum(-1).roll(1, -1)
+    before[:, 0] = -1
+    return ((before < top_p[:, None]) | (top_p[:, None] >= 1)).float()
+
+
+@wrong(TOP_P, "Here they have as much")
+def one_more_where_it_is_just_enough(probabilities, top_p):
+    before = probabilities.cumsum(-1) - probabilities
+    return (before <= top_p[:, None]) | (top_p[:, None] >= 1)
+
+
+@wrong(TOP_P, "Before the first token there is nothing")
+def rolled_and_left(probabilities, top_p):
+    return (probabilities.cumsum(-1).roll(1, -1) < top_p[:, None]) | (top_p[:, None] >= 1)
+
+
+@wrong(TOP_P, "all of its own row")
+def one_for_all(probabilities, top_p):
+    before = probabilities.cumsum(-1).roll(1, -1)
+    before[:, 0] = -1
+    return (before < top_p[:, None]) | (top_p >= 1).any()
 
 
 @wrong(TOP_P, "The token that reaches top_p stays")
@@ -180,11 +229,33 @@ def token_by_token(ranked, order, tokens):
     return Scores(*(torch.tensor(column) for column in told))
 
 
-@wrong(SCORE, "The chosen token comes first")
+@wrong(SCORE, "The drawn token comes first")
 def the_best_alone(ranked, order, tokens):
     best = min(MAX_LOGPROBS, ranked.shape[1])
     ranks = torch.arange(1, best + 1).expand(len(ranked), -1)
     return Scores(order[:, :best], ranks, ranked.log_softmax(-1)[:, :best])
+
+
+@wrong(SCORE, "The drawn token comes first")
+def the_drawn_one_last(ranked, order, tokens):
+    own = (order == tokens[:, None]).int().argmax(-1, keepdim=True)
+    best = torch.arange(min(MAX_LOGPROBS, ranked.shape[1])).expand(len(own), -1)
+    places = torch.cat([best, own], 1)
+    return Scores(order.gather(1, places), places + 1, ranked.log_softmax(-1).gather(1, places))
+
+
+@wrong(SCORE, "where `order` equals it")
+def a_token_for_a_place(ranked, order, tokens):
+    best = torch.arange(min(MAX_LOGPROBS, ranked.shape[1])).expand(len(order), -1)
+    places = torch.cat([order.gather(1, tokens[:, None]), best], 1)
+    return Scores(order.gather(1, places), places + 1, ranked.log_softmax(-1).gather(1, places))
+
+
+@wrong(SCORE, "fewer tokens than MAX_LOGPROBS")
+def always_twenty(ranked, order, tokens):
+    own = (order == tokens[:, None]).int().argmax(-1, keepdim=True)
+    places = torch.cat([own, torch.arange(MAX_LOGPROBS).expand(len(own), -1)], 1)
+    return Scores(order.gather(1, places), places + 1, ranked.log_softmax(-1).gather(1, places))
 
 
 @wrong(SCORE, "Ranks are counted from 1")

@@ -77,6 +77,22 @@ def test_and_so_does_the_function_of_the_package(clinic: dict[str, Any]) -> None
     )
 
 
+def test_generators_by_seed_are_no_mend(clinic: dict[str, Any]) -> None:
+    """Two requests may have the same seed."""
+    code = Path(NOTEBOOK).read_text()
+    (patient,) = re.findall(r"^def patient.*?return race_by_rows\n", code, re.S | re.M)
+    by_seed = (
+        patient.replace("last.get(row)", "last.get(seed)")
+        .replace("last[row]", "last[seed]")
+        .replace("generators[row]", "generators[seed]")
+    )
+    names = dict(clinic)
+    exec(by_seed, names)
+    watched, make = clinic["watched"], names["patient"]
+    alone, _ = watched(make(), [])
+    assert watched(make(), [5])[0] == alone != watched(make(), [5, 9], seed=6)[0]
+
+
 def test_the_knobs_say_what_is_left() -> None:
     logits = torch.tensor([4.0, 2.0, 1.0, 0.0, 3.0]).log()
     logits[3] = math.log(0.5)  # of 10.5 in all

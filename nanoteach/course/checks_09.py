@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoteach.course.checking import Wrong, case, check, describe, equal, expect, expect_equal
+from nanoteach.course.checking import (
+    Wrong,
+    case,
+    check,
+    current_case,
+    describe,
+    equal,
+    expect,
+    expect_equal,
+)
 from nanoteach.sampler import uniform
 from nanoteach.sampling_filters import Scores
 from nanoteach.types import MAX_LOGPROBS
@@ -29,6 +38,8 @@ def check_race(race: Callable[..., Tensor]) -> None:
         if unlikely:
             logits[:, ::2] = -torch.inf
         heat = torch.tensor(temperatures)
+        if not heat.any():  # two that are almost level, which noise over a tiny divisor decides
+            logits[:, 4:6] = 6 + torch.tensor([0, 2e-6])
         seeds, positions = torch.randint(0, 2**32, (rows,)), torch.randint(0, 5000, (rows,))
         u = uniform(seeds[:, None], positions[:, None], torch.arange(9))
         right = torch.tensor(
@@ -49,9 +60,10 @@ def check_race(race: Callable[..., Tensor]) -> None:
             (won(logits * divisor + gumbel), "A high temperature makes the scores smaller."),
             (won(logits / divisor - gumbel),
              "The sign of the noise: a small arrival time is to give a large number."),
-            (won(logits / divisor - torch.log(u)),
-             "-log(u) is an arrival time. Its logarithm belongs to the scores, which are "
-             "logarithms."),
+            *[(won(logits / divisor + time),
+               "-log(u) is an arrival time. Its logarithm belongs to the scores, which are "
+               "logarithms.")
+              for time in (torch.log(u), -torch.log(u))],
             (won(logits / divisor + torch.log(-torch.log(u))),
              "The sign of the noise: a small arrival time is to give a large number."),
             (won(logits / divisor + u), "u is uniform: make an arrival time of it, -log(u)."),
@@ -66,11 +78,18 @@ def check_race(race: Callable[..., Tensor]) -> None:
         ]  # fmt: skip
 
         def words(
-            got: Any, likely: list[tuple[Tensor, str]] = likely, rows: int = rows
+            got: Any,
+            likely: list[tuple[Tensor, str]] = likely,
+            rows: int = rows,
+            heat: Tensor = heat,
         ) -> str | None:
             if isinstance(got, Tensor) and got.shape != (rows,):
                 return "One token for each row: take the argmax along the last dimension."
+            if isinstance(got, Tensor) and got.dtype.is_floating_point:
+                return "The winner's id is wanted, not its number: argmax."
             told = next((text for wrong, text in likely if equal(wrong, got)), None)
+            if not heat.any():
+                told = told or "A temperature of 0 takes the best token: no noise there."
             return told or (
                 "The noise of a token is `uniform` of its row's seed, its row's position and its "
                 "own id; nothing else may come in."
@@ -94,6 +113,21 @@ def _first(logits: list[float], temperature: float, u: list[float]) -> int:
     return times.index(min(times))
 
 
+def _mask(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same function, which may return nothing but bools: others are not inverted by `~`."""
+
+    def called(*args: Any) -> Tensor:
+        got = function(*args)
+        if isinstance(got, Tensor) and got.dtype != torch.bool:
+            raise Wrong(
+                current_case()[0], "a tensor of torch.bool", describe(got) + f", {got.dtype}",
+                "The result is a mask: True where a place stays.",
+            )  # fmt: skip
+        return got
+
+    return called
+
+
 @check("nanoteach.sampling_filters.keep_top_k", "What top-k leaves of a sorted row", (9,))
 def check_keep_top_k(keep_top_k: Callable[[Tensor, int], Tensor]) -> None:
     """Place by place."""
@@ -109,7 +143,6 @@ def check_keep_top_k(keep_top_k: Callable[[Tensor, int], Tensor]) -> None:
             ((places <= limits[:, None]) | (limits[:, None] == 0),
              "Places are counted from 0: of 2, the places 0 and 1."),
             (~right, "True is for what stays."),
-            (places.expand(len(top_k), -1), "The result is a mask: True where a place stays."),
         ]  # fmt: skip
         if len(top_k) == vocab_size:
             flat = (places < limits) | (limits == 0)
@@ -127,8 +160,8 @@ def check_keep_top_k(keep_top_k: Callable[[Tensor, int], Tensor]) -> None:
             return next((text for wrong, text in likely if equal(wrong, got)), None)
 
         expect(
-            f"top_k {top_k}, {vocab_size} tokens", keep_top_k, limits, vocab_size, to_be=right,
-            likely=words,
+            f"top_k {top_k}, {vocab_size} tokens", _mask(keep_top_k), limits, vocab_size,
+            to_be=right, likely=words,
             if_raised="top_k has a number for each row: give it a second dimension, unsqueeze(1).",
         )  # fmt: skip
 
@@ -137,12 +170,14 @@ def check_keep_top_k(keep_top_k: Callable[[Tensor, int], Tensor]) -> None:
 def check_keep_top_p(keep_top_p: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Token by token: one is let in while those before it have less than top_p."""
     for rows, limits in (
+        ([[0.5, 0.3, 0.15, 0.05]], [0.97]),
         ([[0.3, 0.28, 0.22, 0.2]], [0.29]),
         ([[0.5, 0.3, 0.15, 0.05]], [0.7]),
-        ([[0.5, 0.3, 0.15, 0.05]], [0.97]),
+        ([[0.5, 0.25, 0.25]], [0.5]),  # which floats hold exactly
         ([[0.5, 0.3, 0.15, 0.05], [0.3, 0.28, 0.22, 0.2], [0.9, 0.06, 0.03, 0.01]],
          [0.9, 0.5, 0.5]),
         ([[0.4, 0.35, 0.25], [0.9, 0.06, 0.04], [0.5, 0.3, 0.2]], [0.9, 0.5, 0.6]),
+        ([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1]], [1.0, 0.4]),
         ([[0.5, 0.3, 0.2]], [1e-50]),
         ([[0.6, 0.4 - 2e-9, 1e-9, 1e-9]], [1.0]),
     ):  # fmt: skip
@@ -165,8 +200,14 @@ def check_keep_top_p(keep_top_p: Callable[[Tensor, Tensor], Tensor]) -> None:
             ((total <= limit).index_fill(1, torch.tensor(0), True),
              "The token that reaches top_p stays. Ask what those *before* a token have, not what "
              "they have with it."),
+            ((before_each <= limit) | (limit >= 1),
+             "A token stays while those before it have less than top_p. Here they have as much."),
             ((before_each - probabilities.roll(1, -1)) < limit,
              "One too many: the token after the one that reaches top_p goes."),
+            (total.roll(1, -1) < limit,
+             "What `roll` brings to the front is the sum of the whole row. Before the first token "
+             "there is nothing."),
+            ((before_each < limit) | (limit >= 1).any(), "A 1 keeps all of its own row."),
             (reversed_total > limit, "Add up from the best one on: the row begins with it."),
             (probabilities > limit, "It is the sum that is held against top_p, not each one."),
             (probabilities >= limit, "It is the sum that is held against top_p, not each one."),
@@ -191,7 +232,7 @@ def check_keep_top_p(keep_top_p: Callable[[Tensor, Tensor], Tensor]) -> None:
 
         name = f"probabilities {rows if len(rows) == 1 else f'in {len(rows)} rows'}, top_p {limits}"
         expect(
-            name, keep_top_p, probabilities, top_p, to_be=torch.tensor(right), likely=words,
+            name, _mask(keep_top_p), probabilities, top_p, to_be=torch.tensor(right), likely=words,
             if_raised="top_p has a number for each row: give it a second dimension, unsqueeze(1).",
         )  # fmt: skip
 
@@ -200,12 +241,12 @@ def check_keep_top_p(keep_top_p: Callable[[Tensor, Tensor], Tensor]) -> None:
 def check_score(score: Callable[[Tensor, Tensor, Tensor], Scores]) -> None:
     """Of the unsorted scores, token by token, in Python's floats."""
     for name, rows, vocab_size, choice in (
-        ("2 rows, 5 tokens, the best ones were chosen", 2, 5, "best"),
+        ("2 rows, 5 tokens, the best ones were drawn", 2, 5, "best"),
         ("3 rows, 6 tokens", 3, 6, "any"),
         ("2 rows, 40 tokens", 2, 40, "any"),
-        ("4 rows, 30 tokens, the last ones were chosen", 4, 30, "last"),
+        ("4 rows, 30 tokens, the last ones were drawn", 4, 30, "last"),
     ):
-        case(name)
+        case(name, "A row may have fewer tokens than MAX_LOGPROBS: then all are told.")
         logits = 3 * torch.randn(rows, vocab_size) + 4
         ranked, order = logits.sort(dim=-1, descending=True, stable=True)
         places = {"best": [0] * rows, "last": [vocab_size - 1] * rows}.get(
@@ -233,9 +274,10 @@ def check_score(score: Callable[[Tensor, Tensor, Tensor], Scores]) -> None:
         likely: list[tuple[Any, str]] = [
             (torch.tensor(wanted), "Ranks are counted from 1: the best token has rank 1."
              if "ranks" in name else "These are places of the sorted row: `order` has the tokens."),
-            (right.tokens[:, 1:], "The chosen token comes first, and the best ones after it."),
-            (right.ranks[:, 1:], "The chosen token comes first, and the best ones after it."),
-            (right.logprobs[:, 1:], "The chosen token comes first, and the best ones after it."),
+            *[(wrong, "The drawn token comes first, and the best ones after it.")
+              for column in right for wrong in (column[:, 1:], column.roll(-1, 1))],
+            (torch.cat([order.gather(1, order.gather(1, tokens[:, None])), right.tokens[:, 1:]], 1),
+             "`order` has the token of a place. The place of a token is where `order` equals it."),
             (raw, "These are scores: log-softmax makes log probabilities of them."),
             (ranked.softmax(-1).gather(1, torch.tensor(wanted)),
              "These are probabilities: their logarithms are wanted."),
@@ -247,7 +289,7 @@ def check_score(score: Callable[[Tensor, Tensor, Tensor], Scores]) -> None:
             if isinstance(own, Tensor) and own.shape != expected.shape:
                 told = next((text for wrong, text in likely if equal(wrong, own)), None)
                 hint = told or (
-                    "The chosen token, then the best ones: as many as MAX_LOGPROBS, or all where "
+                    "The drawn token, then the best ones: as many as MAX_LOGPROBS, or all where "
                     "the row is shorter."
                 )
                 raise Wrong(f"{name}: {field}", describe(expected), describe(own), hint)
