@@ -14,7 +14,8 @@ Knows: which graph serves a step, when a result is on the host. Does not know: w
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,37 +44,42 @@ if TYPE_CHECKING:
     from nanoteach.plain_decoder import PlainDecoder
 
 
-class Recorded(Protocol):
-    """A step that can be run again, on what its buffers hold by then."""
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
-    def replay(self) -> Tensor:
-        """Run it. The result is that of the decoder's `run`."""
+
+class Recorded(Protocol[T_co]):
+    """Work that can be done again, on what its buffers hold by then."""
+
+    def replay(self) -> T_co:
+        """Do it. The result is in the same place every time."""
         ...
 
 
 @dataclass
-class Replay:
+class Replay(Generic[T]):
     """A graph, and where in its memory its result lies."""
 
     graph: torch.cuda.CUDAGraph
-    hidden: Tensor
+    result: T
 
-    def replay(self) -> Tensor:
+    def replay(self) -> T:
         """See `Recorded`."""
         self.graph.replay()
-        return self.hidden
+        return self.result
 
 
 @dataclass
-class Rerun:
-    """In place of a graph, where there are none: the step is run again as it was written."""
+class Rerun(Generic[T]):
+    """In place of a graph, where there are none: the work is done again as it was written."""
 
-    decoder: "FusedDecoder | PlainDecoder"
-    inputs: StepInputs
+    replay: Callable[[], T]
 
-    def replay(self) -> Tensor:
-        """See `Recorded`."""
-        return self.decoder.run(self.inputs)
+
+class Record(Protocol):
+    """Makes a recording of a function that works on buffers."""
+
+    def __call__(self, run: Callable[[], T], /) -> Recorded[T]: ...
 
 
 ReadLogprobs = Callable[[], dict[int, dict[int, Logprob]]]
@@ -88,6 +94,10 @@ class Tail(Protocol):
 
     def try_out(self, hidden: Tensor) -> None:
         """Take the most memory that it ever takes."""
+        ...
+
+    def capture(self, record: Record) -> None:
+        """Record what it can."""
         ...
 
 
@@ -140,7 +150,7 @@ class GraphRunner:
         self.decode_sizes = sizes_up_to(DECODE_SIZES, max_num_seqs)
         self.mixed_sizes = sizes_up_to(MIXED_SIZES, min(max_num_batched_tokens, MIXED_SIZES[-1]))
         self.largest = self.buffer("mixed", max_num_batched_tokens, SMALL_TILE_ROWS)
-        self.graphs: dict[tuple[str, int], tuple[StepBuffer, Recorded]] = {}
+        self.graphs: dict[tuple[str, int], tuple[StepBuffer, Recorded[Tensor]]] = {}
         self.capture_seconds, self.graph_bytes = 0.0, 0
 
     # --- recording -----------------------------------------------------------------------------
@@ -164,26 +174,25 @@ class GraphRunner:
         if self.max_num_seqs > FEW_SEQS:
             sizes += [("few", size) for _, size in sizes]
         sizes += [("decode", size) for size in reversed(self.decode_sizes)]
-        if self.device.type != "cuda":
-            buffers = {key: self.buffer(*key) for key in sizes}
-            self.graphs = {k: (b, Rerun(self.decoder, b.inputs)) for k, b in buffers.items()}
-            return
-        memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        record: Record = Rerun
+        if self.device.type == "cuda":
+            memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            record = partial(record_graph, memory, stream)
+        start, free = time.perf_counter(), self.free_bytes()
         bar = tqdm(sizes, desc="Recording CUDA graphs", disable=None if progress else True)
         for kind, size in bar:
             buffer = self.buffer(kind, size)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # compiles the kernels, and lets libraries set up
-                self.decoder.run(buffer.inputs)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory, stream=stream):
-                hidden = self.decoder.run(buffer.inputs)
-            self.graphs[kind, size] = buffer, Replay(graph, hidden)
-            self.graph_bytes = free - torch.cuda.mem_get_info()[0]
+            self.graphs[kind, size] = buffer, record(partial(self.decoder.run, buffer.inputs))
+            self.graph_bytes = free - self.free_bytes()
             bar.set_postfix_str(f"{self.graph_bytes / 2**20:.0f} MiB")
+        if self.tail:
+            self.tail.capture(record)
+            self.graph_bytes = free - self.free_bytes()
         self.capture_seconds = time.perf_counter() - start
+
+    def free_bytes(self) -> int:
+        """Of the device's memory, as far as it is counted: 0 on a CPU."""
+        return torch.cuda.mem_get_info()[0] if self.device.type == "cuda" else 0
 
     def buffer(self, kind: str, size: int, rows: int | None = None) -> StepBuffer:
         """Buffers for decode steps of `size` requests, or mixed steps of `size` tokens.
@@ -251,6 +260,21 @@ class GraphRunner:
                 self.events[turn] = torch.cuda.Event()
                 self.events[turn].record()  # type: ignore[union-attr]
         return PendingTokens(gives_token, self.tokens[turn], self.events[turn], logprobs)
+
+
+def record_graph(memory: Any, stream: torch.cuda.Stream, run: Callable[[], T]) -> Replay[T]:
+    """Run it, which compiles its kernels and lets libraries set up, and record it as a graph.
+
+    memory: the pool of the graphs, which take turns in it.
+    """
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory, stream=stream):
+        result = run()
+    return Replay(graph, result)
 
 
 def wanting_more(scheduled: list[Scheduled], gives_token: list[bool]) -> list[tuple[int, Sequence]]:

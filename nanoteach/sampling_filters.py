@@ -80,8 +80,8 @@ def keep_top_p(probabilities: Tensor, top_p: Tensor) -> Tensor:
 def filter_ranked(ranked: Tensor, rules: Rules) -> Tensor:
     """Sorted scores `[rows, vocab_size]`, with -inf in the place of what may not be drawn."""
     left = ranked.masked_fill(~keep_top_k(rules.top_k, ranked.shape[1]), -torch.inf)
-    temperatures = rules.temperatures.unsqueeze(1)
-    scaled = left / torch.where(temperatures == 0, 1, temperatures)
+    temperatures = rules.temperatures.masked_fill(rules.temperatures == 0, 1)
+    scaled = left / temperatures.unsqueeze(1)
     return left.masked_fill(~keep_top_p(scaled.softmax(dim=-1), rules.top_p), -torch.inf)
 
 
