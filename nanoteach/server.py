@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
-from typing import Annotated, Any, overload
+from typing import Annotated, Any
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -39,6 +39,7 @@ from nanoteach.protocol import (
     CompletionRequest,
     GenerationRequest,
     error_body,
+    printable,
 )
 
 MAX_BODY_BYTES = 4 * 2**20
@@ -281,14 +282,20 @@ async def invalid(request: Request, error: Exception) -> Response:
     """A body that is not as it should be."""
     assert isinstance(error, RequestValidationError)
     problem = error.errors()[0]
-    place = ".".join(str(part) for part in problem["loc"] if part != "body")
-    what = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "json_invalid":
-        what, place = f"the body is no JSON: {problem['ctx']['error']}", ""
-    elif problem["type"] == "extra_forbidden":
-        what = "no such field is known here: leave it out"
-    message = f"{place}: {what}" if place else what
-    return JSONResponse(error_body(printable(message), param=printable(place or None)), 400)
+    kind, told = problem["type"], problem.get("ctx", {})
+    place = [str(part) for part in problem["loc"] if part != "body"]
+    what, code = problem["msg"].removeprefix("Value error, "), None
+    if kind == "json_invalid":
+        what, place = f"the body is no JSON: {told['error']}", []
+    elif "param" in told:  # from protocol.py
+        place, code = [*place, told["param"]], kind
+    elif not place and kind in ("missing", "model_attributes_type"):
+        what = "the body is no JSON object: send one, with Content-Type: application/json"
+    param = ".".join(place) or None
+    body = error_body(
+        printable(f"{param}: {what}" if param else what), param=printable(param), code=code
+    )
+    return JSONResponse(body, 400)
 
 
 async def other(request: Request, error: Exception) -> Response:
@@ -300,15 +307,6 @@ async def other(request: Request, error: Exception) -> Response:
 async def failed(request: Request, error: Exception) -> Response:
     """A fault of ours. The log has it; the client is not told more."""
     return JSONResponse(error_body("the server failed; its log says how", "server_error"), 500)
-
-
-@overload
-def printable(text: str) -> str: ...
-@overload
-def printable(text: str | None) -> str | None: ...
-def printable(text: str | None) -> str | None:
-    """The text with \\uXXXX for what UTF-8 can't write."""
-    return text and text.encode(errors="backslashreplace").decode()
 
 
 # --- running it --------------------------------------------------------------------------------
