@@ -86,7 +86,8 @@ class SamplingParams:
         temperature = float(self.temperature) if self.temperature >= COLDEST else 0.0
         object.__setattr__(self, "temperature", temperature)
         # The best token is among the best, however few: without a draw there is nothing to filter.
-        object.__setattr__(self, "top_k", max(0, self.top_k) if temperature else 0)
+        # No vocabulary has over 2**31 tokens, and no tensor takes a number of any size.
+        object.__setattr__(self, "top_k", min(max(0, self.top_k), 2**31) if temperature else 0)
         object.__setattr__(self, "top_p", float(self.top_p) if temperature else 1.0)
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(stop_ids))

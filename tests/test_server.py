@@ -182,6 +182,11 @@ def test_vllms_own_fields(client: openai.OpenAI, engine: Engine) -> None:
         model="tiny", prompt=PROMPT, temperature=5, extra_body={"top_k": 1}
     )
     assert hot.choices[0].text == said(PROMPT)
+    every = [
+        client.completions.create(model="tiny", prompt=PROMPT, seed=3, extra_body={"top_k": top_k})
+        for top_k in (0, 2**31, 10**40)
+    ]
+    assert len({answer.choices[0].text for answer in every}) == 1
 
 
 def test_a_seed_draws_the_same_and_one_is_the_temperature(client: openai.OpenAI) -> None:
