@@ -13,11 +13,13 @@ import asyncio
 import contextlib
 import json
 import secrets
+import signal
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
+from types import FrameType
 from typing import Annotated, Any
 
 import uvicorn
@@ -333,6 +335,13 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=round(shutdown_timeout) + 5,
             )
         )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal begins `shutdown`. Ctrl-C after it ends what still runs."""
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+        elif sig == signal.SIGINT:
+            asyncio.run_coroutine_threadsafe(self.async_engine.drain(0), self.async_engine.loop)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish what runs, or end it in time; its clients are told."""

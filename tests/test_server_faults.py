@@ -204,12 +204,14 @@ def test_memory_is_steady_over_2000_requests(engine: Engine) -> None:
 
 
 @pytest.fixture
-def server(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`nanoteach serve` as a process of its own."""
+def server(
+    folder: Path, request: pytest.FixtureRequest
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`nanoteach serve` as a process of its own; its parameter is the shutdown timeout."""
     command = [
         sys.executable, "-m", "nanoteach", "serve", "--model", str(folder), "--port", "0",
         "--served-model-name", "tiny", "--device", "cpu", "--num-gpu-blocks-override", "800",
-        "--shutdown-timeout", "2",
+        "--shutdown-timeout", getattr(request, "param", "2"),
     ]  # fmt: skip
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
@@ -262,6 +264,29 @@ def test_sigterm_under_load_finishes_the_short_and_ends_the_long(
     # `nanoteach serve` walks every block at its end, and this says that all was well.
     assert process.wait(30) == 0
     assert process.stderr and process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("server", ["3000"], indirect=True)
+def test_a_second_ctrl_c_ends_it_now(server: tuple[subprocess.Popen[str], str]) -> None:
+    process, url = server
+
+    async def main() -> list[str]:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            wanted = body(2000, stream=True)
+            async with client.stream("POST", "/v1/completions", json=wanted) as answer:
+                lines = answer.aiter_lines()
+                await anext(lines)
+                process.send_signal(signal.SIGINT)
+                with pytest.raises(httpx.TransportError):  # so it has come
+                    while True:
+                        httpx.get(f"{url}/health", timeout=60)
+                process.send_signal(signal.SIGINT)
+                return [line async for line in lines if line]
+
+    lines = asyncio.run(main())
+    assert "shutting down" in lines[-2] and lines[-1] == "data: [DONE]"
+    assert process.wait(30) == 130
+    assert process.stderr and "Traceback" not in process.stderr.read()
 
 
 def test_an_idle_server_ends_at_once(server: tuple[subprocess.Popen[str], str]) -> None:
