@@ -43,6 +43,7 @@ from nanoteach.protocol import (
     error_body,
     printable,
 )
+from nanoteach.types import TooLong
 
 MAX_BODY_BYTES = 4 * 2**20
 RETRY_AFTER = 1  # seconds
@@ -164,7 +165,7 @@ def create_app(
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Go on with a text, or with several."""
         check_model(body.model)
-        with api_errors():
+        with api_errors("prompt"):
             stream = await async_engine.open(body.prompts, body.params)
             answer = CompletionAnswer(model_name, stream.request_ids, bool(body.return_token_ids))
             return await respond(request, stream, partial(async_engine.close, stream), answer, body)
@@ -173,7 +174,7 @@ def create_app(
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Go on with a conversation."""
         check_model(body.model)
-        with api_errors():
+        with api_errors("messages"):
             messages = [message.plain for message in body.messages]
             template = async_engine.engine.apply_chat_template
             prompt = await asyncio.to_thread(template, messages)
@@ -202,10 +203,13 @@ def create_app(
 
 
 @contextlib.contextmanager
-def api_errors() -> Iterator[None]:
-    """The engine's errors as HTTP has them."""
+def api_errors(prompt_field: str) -> Iterator[None]:
+    """The engine's errors as HTTP has them. prompt_field: where a request has its prompt."""
     try:
         yield
+    except TooLong as error:
+        code = "context_length_exceeded"  # as OpenAI has it: clients shorten their history
+        raise APIError(400, str(error), param=prompt_field, code=code) from error
     except ValueError as error:  # it can't be served, and the error says why
         raise APIError(400, str(error)) from error
     except QueueFull as error:

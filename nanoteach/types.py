@@ -17,6 +17,10 @@ COLDEST, HOTTEST = 1e-5, 1_000_000
 MAX_LOGPROBS = 20
 
 
+class TooLong(ValueError):
+    """A request needs more tokens than the model takes, or than the whole pool has room for."""
+
+
 @reject_unknown_options
 @dataclass(frozen=True)
 class SamplingParams:
@@ -125,7 +129,7 @@ def prepare_request(
             )
     room = max_model_len - len(prompt_token_ids)
     if room < (params.max_tokens or 1):
-        raise ValueError(
+        raise TooLong(
             f"{len(prompt_token_ids)} prompt tokens and max_tokens = {params.max_tokens} do not "
             f"fit into max_model_len = {max_model_len}: shorten the prompt or lower max_tokens"
         )

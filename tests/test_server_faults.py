@@ -107,8 +107,9 @@ def test_a_client_that_waits_for_the_whole_and_leaves_aborts_its_request(engine:
 
 def test_what_the_pool_cant_hold_is_refused_and_what_it_can_is_not(engine: Engine) -> None:
     with running(engine) as url, connect(url) as client:
-        with pytest.raises(openai.BadRequestError, match="the whole pool has 400"):
+        with pytest.raises(openai.BadRequestError, match="the whole pool has 400") as caught:
             client.completions.create(model="tiny", prompt=[1] * 1000, max_tokens=700)
+        assert caught.value.code == "context_length_exceeded"
         # Each needs a third of the pool, so they take turns, and some are preempted.
         with httpx.Client(base_url=url, timeout=120) as http:
             threads = [
@@ -137,6 +138,8 @@ def test_a_full_queue_is_a_429(folder: Path) -> None:
             client.completions.create(model="tiny", prompt="b", max_tokens=1)
         assert caught.value.response.headers["retry-after"] == "1"
         assert caught.value.code == "queue_full"
+        with pytest.raises(openai.BadRequestError, match="4 prompts are more than ever"):
+            client.completions.create(model="tiny", prompt=["b"] * 4, max_tokens=1)
         for stream in streams:
             stream.close()
         assert_idle(engine)
