@@ -119,7 +119,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_engine_options(bench)
     load = bench.add_argument_group("bench serve: a load test")
-    load.add_argument("--url", help="of a running server; without, one is started")
+    load.add_argument(
+        "--url", help="of a running server (NANOTEACH_API_KEY: its key); without, one is started"
+    )
     load.add_argument("--rates", type=float, nargs="+", metavar="R", help="requests a second")
     load.add_argument("--workload", help="random (lengths), shared (a system prompt), or chat")
     load.add_argument("--duration", type=float, metavar="S", help="seconds at each rate")
@@ -309,8 +311,9 @@ def run_load_test(args: argparse.Namespace) -> int:
         )  # fmt: skip
         try:
             asyncio.run(test.run())
-        except httpx.HTTPError as error:
-            raise RuntimeError(f"{url} does not answer: {error}") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            reason = str(error).partition("\n")[0]
+            raise RuntimeError(f"{url} does not answer: {reason}") from error
     print(test.verdict)
     if args.save:
         words = [

@@ -17,7 +17,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -135,6 +137,8 @@ class Level:
     cached_share: float
     client_lag: float
     samples: dict[str, list[float]]
+    error: str | None = None
+    """The most frequent one."""
 
     def holds(self, ttft_limit: float) -> bool:
         """Whether the server followed: no errors, first tokens in time, as many out as in."""
@@ -158,6 +162,7 @@ def level_of(rate: float, records: SequenceOf[Record], limits: tuple[float, floa
         r for r, ttft in zip(done, first, strict=True)
         if ttft <= limits[0] and r.seconds_per_token <= limits[1]
     ]  # fmt: skip
+    errors = Counter(r.error for r in records if r.error)
     return Level(
         rate=rate,
         offered=(len(records) - 1) / arrivals if arrivals else rate,
@@ -179,6 +184,7 @@ def level_of(rate: float, records: SequenceOf[Record], limits: tuple[float, floa
             "tokens": [r.num_tokens for r in done],
             "longest_gap": [round(max(r.gaps, default=0), 5) for r in done],
         },
+        error=errors.most_common(1)[0][0] if errors else None,
     )
 
 
@@ -245,18 +251,27 @@ class LoadTest:
         self.levels: list[Level] = []
 
     async def run(self) -> list[Level]:
-        """All rates, the lowest first; it ends early when two in a row were too much."""
+        """All rates, the lowest first; it ends early when two in a row were too much.
+
+        Raises httpx's errors and RuntimeError where nothing is served at all.
+        """
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with httpx.AsyncClient(
             base_url=self.url, headers=self.headers, timeout=None, limits=limits
         ) as client:
             answer = await client.get("/v1/models")
             answer.raise_for_status()
-            self.model = answer.json()["data"][0]["id"]
+            try:
+                self.model = answer.json()["data"][0]["id"]
+            except (LookupError, TypeError, ValueError) as error:
+                raise RuntimeError(f"{self.url}/v1/models names no model: {error!r}") from error
             warm = self.asks("warm")
-            await asyncio.gather(
+            warmed = await asyncio.gather(
                 *(self.talk(client, warm(), time.perf_counter()) for _ in range(WARM_REQUESTS))
             )
+            errors = [records[-1].error for records in warmed]
+            if all(errors):
+                raise RuntimeError(f"{self.url} served none of the first requests: {errors[0]}")
             over = 0
             for rate in self.rates:
                 level = level_of(rate, await self.run_rate(client, rate), self.limits)
@@ -298,6 +313,9 @@ class LoadTest:
             except (httpx.HTTPError, RuntimeError) as error:
                 record.error = str(error) or type(error).__name__
                 break
+            except (LookupError, TypeError, ValueError) as error:
+                record.error = f"not an answer as nanoteach's server gives it: {error!r}"
+                break
             due = time.perf_counter() + THINK_SECONDS
         return records
 
@@ -332,6 +350,8 @@ class LoadTest:
                         record.gaps.append(now - (record.end or 0))
                     record.end = now
         record.num_tokens = len(output)
+        if len(output) != num_output:  # the stream was cut, however politely
+            raise RuntimeError(f"{len(output)} tokens came of {num_output}")
         return output
 
     @property
@@ -373,7 +393,8 @@ def line_of(level: Level, ttft_limit: float) -> str:
     spreads = (level.ttft, level.itl, level.e2e)
     times = [f"{1e3 * s.get(q, math.nan):8,.1f}" for s in spreads for q in ("p50", "p99")]
     note = "" if level.holds(ttft_limit) else "too much"
-    note += f", {level.num_errors} errors" if level.num_errors else ""
+    if level.num_errors:
+        note += f", {level.num_errors} errors: {textwrap.shorten(level.error or '', 120)}"
     numbers = f"{level.rate:7g}  {level.completed:9.2f}  {level.goodput:7.2f}"
     numbers += f"  {level.output_tokens:6,.0f}  {'  '.join(times)}  {level.cached_share:6.0%}"
     return f"{numbers}  {note}".rstrip()
