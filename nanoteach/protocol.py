@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from nanoteach.detokenizer import UNFINISHED
 from nanoteach.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -421,9 +422,10 @@ class ChatAnswer(Answer):
 
 
 def token_fields(logprob: Logprob) -> dict[str, Any]:
-    """A token in a chat's logprobs."""
+    """A token in a chat's logprobs. Of a part of a character the text does not tell the bytes."""
     text = text_of(logprob)
-    return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+    known = None if UNFINISHED in text else list(text.encode())
+    return {"token": text, "logprob": finite(logprob), "bytes": known}
 
 
 def text_of(logprob: Logprob) -> str:

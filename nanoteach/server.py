@@ -121,7 +121,8 @@ def create_app(
 
     def authorize(shown: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]) -> None:
         given = shown.credentials if shown else ""
-        if api_key and not secrets.compare_digest(given.encode(), api_key.encode()):
+        # Headers come as latin-1, whatever their bytes were.
+        if api_key and not secrets.compare_digest(given.encode("latin-1"), api_key.encode()):
             raise APIError(
                 401, "a wrong API key, or none: send Authorization: Bearer KEY",
                 "authentication_error", code="invalid_api_key",
@@ -184,6 +185,7 @@ def create_app(
             )
             return await respond(request, stream, partial(async_engine.close, stream), answer, body)
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """200 while requests are taken, 503 otherwise."""

@@ -5,6 +5,7 @@ import gc
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from fakes import save_random_model
 
 from nanoteach import cli
 from nanoteach.engine import Engine
-from nanoteach.server import running
+from nanoteach.server import Server, running
 
 ROOT = Path(__file__).parent.parent
 
@@ -304,6 +305,7 @@ def test_an_idle_server_ends_at_once(server: tuple[subprocess.Popen[str], str]) 
     [
         (("--port", "70000"), "0-65535"),
         (("--max-queue", "0"), "max_queue"),
+        (("--api-key", ""), "--api-key is empty"),
         (("--shape", "no-such"), "no shape is named"),
         (("--shape", "toy", "--model", "tiny"), "give one of them"),
         (("--shutdown-timeout", "0"), "shutdown-timeout"),
@@ -315,6 +317,23 @@ def test_a_wrong_option_is_one_line(
 ) -> None:
     assert cli.main(["serve", "--port", "0", *argv]) == 1
     assert word in capsys.readouterr().err
+
+
+def test_it_listens_on_ipv6(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    places: list[Any] = []
+    monkeypatch.setattr(Server, "run", lambda self, listeners: places.extend(
+        listener.getsockname() for listener in listeners
+    ))  # fmt: skip
+    argv = ["--host", "::1", "--port", "0", "--model", str(folder), "--device", "cpu"]
+    assert cli.main(["serve", *argv]) == 0
+    ((host, port, *_),) = places
+    assert host == "::1" and f"http://[::1]:{port}/v1" in capsys.readouterr().out
 
 
 def test_without_the_extra_it_says_what_to_install(
