@@ -121,18 +121,18 @@ def prepare_request(
     """
     if len(prompt_token_ids) == 0:
         raise ValueError("the prompt is empty: give at least one token")
-    for token in prompt_token_ids:
-        # Of type int, not an instance: True is one, and a long prompt is checked in half the time.
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise ValueError(
-                f"{token!r} is no token id of this model: they run from 0 to {vocab_size - 1}"
-            )
     room = max_model_len - len(prompt_token_ids)
     if room < (params.max_tokens or 1):
         raise TooLong(
             f"{len(prompt_token_ids)} prompt tokens and max_tokens = {params.max_tokens} do not "
             f"fit into max_model_len = {max_model_len}: shorten the prompt or lower max_tokens"
         )
+    for token in prompt_token_ids:
+        # Of type int, not an instance: True is one, and a long prompt is checked in half the time.
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ValueError(
+                f"{token!r} is no token id of this model: they run from 0 to {vocab_size - 1}"
+            )
     if params.max_tokens and (params.seed is not None or not params.temperature):
         return params
     seed = random.getrandbits(32) if params.seed is None else params.seed
