@@ -66,7 +66,8 @@ SHORT = 1000  # characters of a stop string, at most
 
 def refusal(kind: str, name: str, what: str) -> PydanticCustomError:
     """An error that tells of a field of this name."""
-    return PydanticCustomError(kind, "{what}", {"what": what, "param": printable(name)})
+    told = {"param": printable(name), "what": what}
+    return PydanticCustomError(kind, "{param} is {what}: leave it out", told)
 
 
 class Strict(BaseModel):
@@ -80,8 +81,7 @@ class Strict(BaseModel):
         """Raise PydanticCustomError on the first field that is not known."""
         for name in data if isinstance(data, dict) else ():
             if name not in cls.model_fields:
-                what = "no such field is known here: leave it out"
-                raise refusal("unknown_parameter", name, what)
+                raise refusal("unknown_parameter", name, "no field that is known here")
         return data
 
 
@@ -142,8 +142,7 @@ class GenerationRequest(Strict):
             if value is not None and value not in neutral:
                 allowed = " or ".join(map(repr, neutral))
                 beyond = f" beyond {allowed}" if neutral else ""
-                what = f"not supported here{beyond}, so leave it out"
-                raise refusal("unsupported_parameter", name, what)
+                raise refusal("unsupported_parameter", name, f"not supported{beyond}")
         return {k: v for k, v in data.items() if k not in IGNORED and k not in NEUTRAL}
 
     @model_validator(mode="after")

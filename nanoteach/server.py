@@ -295,21 +295,22 @@ async def invalid(request: Request, error: Exception) -> Response:
     what, code = problem["msg"].removeprefix("Value error, "), None
     if kind == "json_invalid":
         what, place = f"the body is no JSON: {told['error']}", []
-    elif "param" in told:  # from protocol.py
+    elif "param" in told:  # from protocol.py; it names its field
         place, code = [*place, told["param"]], kind
-    elif not place and kind in ("missing", "model_attributes_type"):
+    elif place:
+        what = f"{'.'.join(place)}: {what}"
+    elif kind in ("missing", "model_attributes_type"):
         what = "the body is no JSON object: send one, with Content-Type: application/json"
-    param = ".".join(place) or None
-    body = error_body(
-        printable(f"{param}: {what}" if param else what), param=printable(param), code=code
-    )
-    return JSONResponse(body, 400)
+    return JSONResponse(error_body(printable(what), param=".".join(place) or None, code=code), 400)
 
 
 async def other(request: Request, error: Exception) -> Response:
     """No such page, no such method, a body too long or unreadable."""
     assert isinstance(error, HTTPException)
-    return JSONResponse(error_body(str(error.detail)), error.status_code, error.headers)
+    what = str(error.detail)
+    if error.status_code == 404:
+        what = f"there is no {printable(request.url.path)} here: the API is at /v1 (see /docs)"
+    return JSONResponse(error_body(what), error.status_code, error.headers)
 
 
 async def failed(request: Request, error: Exception) -> Response:

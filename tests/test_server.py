@@ -270,7 +270,7 @@ def test_the_async_client_and_raw_events(url: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"n": 2}, "n: not supported here beyond 1"),
+        ({"n": 2}, "n is not supported beyond 1: leave it out"),
         ({"best_of": 2}, "best_of"),
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
@@ -427,6 +427,8 @@ def test_other_errors_have_openais_shape(url: str, client: openai.OpenAI) -> Non
         assert (answer.status_code, answer.json()["error"]["type"]) == (
             status, "invalid_request_error"
         )  # fmt: skip
+    with pytest.raises(openai.NotFoundError, match="no /models here: the API is at /v1"):
+        openai.OpenAI(base_url=url, api_key="none", max_retries=0).models.list()
     huge = b'{"model": "tiny", "prompt": "' + b"b" * 2**23 + b'"}'
     answer = httpx.post(
         f"{url}/v1/completions", content=huge, headers={"content-type": "application/json"}
