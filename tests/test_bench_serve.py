@@ -171,8 +171,11 @@ RIGHT = 3 * CHUNK + "data: [DONE]\n\n"
 
 @contextmanager
 def server_of(models: str, first: tuple[int, str], then: tuple[int, str]) -> Iterator[str]:
-    """Has one answer to the first WARM_REQUESTS requests and another to all that follow."""
-    asked = count()
+    """Has one answer to the first WARM_REQUESTS requests and another to all that follow.
+
+    Status 0: none at all.
+    """
+    asked, over = count(), threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -183,6 +186,9 @@ def server_of(models: str, first: tuple[int, str], then: tuple[int, str]) -> Ite
             self.answer(*(first if next(asked) < WARM_REQUESTS else then))
 
         def answer(self, status: int, body: str) -> None:
+            if not status:
+                over.wait()
+                return
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -194,6 +200,7 @@ def server_of(models: str, first: tuple[int, str], then: tuple[int, str]) -> Ite
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
+        over.set()
         server.shutdown()
 
 
@@ -210,11 +217,15 @@ LOAD = "--rates 50 --duration 0.1 --input-len 2 2 --output-len 3 3 --slo-ttft 60
         ((200, 'data: {"choices": [{"text": "a"}]}\n\n'), "KeyError('token_ids')"),
         ((200, "data: {\n\n"), "JSONDecodeError"),
         ((200, "<html>"), "errors: 0 tokens came of 3"),
+        ((0, ""), "errors: ReadTimeout"),
     ],
 )
 def test_an_error_is_counted_and_told(
-    then: tuple[int, str], word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    then: tuple[int, str], word: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if not then[0]:
+        monkeypatch.setattr("nanoteach.bench.serve.STALLED", 3.0)
     with server_of(MODELS, (200, RIGHT), then) as url:
         assert cli.main(["bench", "serve", "--url", url, *LOAD.split()]) == 0
     assert word in capsys.readouterr().out

@@ -345,7 +345,7 @@ def test_an_error_names_its_field(
 
 
 def test_what_is_too_long_has_openais_code(url: str, client: openai.OpenAI) -> None:
-    for prompt in ("b " * 9000, "b" * 100_000, [1] * 4096):
+    for prompt in ("b " * 9000, "b" * 100_000, [1] * 4096, [-1] * 4096):
         with pytest.raises(openai.BadRequestError, match="max_model_len") as caught:
             client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
         assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")

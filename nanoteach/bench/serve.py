@@ -35,6 +35,7 @@ SHARED_TOKENS = 512  # of the system prompt that all requests of "shared" begin 
 TURNS, THINK_SECONDS = 3, 1.0  # of a conversation in "chat"
 KEEPS_UP = 0.85  # completed over offered requests a second, at least; a short run has some noise
 WARM_REQUESTS = 4
+STALLED = 300.0  # seconds without a word from the server, after which nobody waits for more
 
 
 @dataclass
@@ -257,7 +258,7 @@ class LoadTest:
         """
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with httpx.AsyncClient(
-            base_url=self.url, headers=self.headers, timeout=None, limits=limits
+            base_url=self.url, headers=self.headers, timeout=STALLED, limits=limits
         ) as client:
             answer = await client.get("/v1/models")
             answer.raise_for_status()
