@@ -188,6 +188,8 @@ def test_the_queue_is_bounded(engine: Engine) -> None:
         with pytest.raises(QueueFull):  # all or none
             async_engine.close(streams.pop())
             await async_engine.open(["b", "b"], some(1))
+        with pytest.raises(ValueError, match="12 prompts are more than ever"):
+            await async_engine.open(["b"] * 12, some(1))
         streams.append(await async_engine.open(["b"], some(1)))
         for stream in streams:
             async_engine.close(stream)
