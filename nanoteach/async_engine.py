@@ -170,6 +170,11 @@ class AsyncEngine:
 
         Raises ValueError if one can't be served, QueueFull, EngineStopped.
         """
+        if len(prompts) > self.max_open:
+            raise ValueError(
+                f"{len(prompts)} prompts are more than ever may be open at once, {self.max_open}: "
+                "send fewer at a time"
+            )
         self.admit(len(prompts))
         each = one_for_each(params, len(prompts))
         ids = [f"request-{next(self.ids)}" for _ in prompts] if request_ids is None else request_ids

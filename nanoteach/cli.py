@@ -119,7 +119,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_engine_options(bench)
     load = bench.add_argument_group("bench serve: a load test")
-    load.add_argument("--url", help="of a running server; without, one is started")
+    load.add_argument(
+        "--url", help="of a running server (NANOTEACH_API_KEY: its key); without, one is started"
+    )
     load.add_argument("--rates", type=float, nargs="+", metavar="R", help="requests a second")
     load.add_argument("--workload", help="random (lengths), shared (a system prompt), or chat")
     load.add_argument("--duration", type=float, metavar="S", help="seconds at each rate")
@@ -315,8 +317,9 @@ def run_load_test(args: argparse.Namespace) -> int:
         )  # fmt: skip
         try:
             asyncio.run(test.run())
-        except httpx.HTTPError as error:
-            raise RuntimeError(f"{url} does not answer: {error}") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            reason = str(error).partition("\n")[0]
+            raise RuntimeError(f"{url} does not answer: {reason}") from error
     print(test.verdict)
     if args.save:
         words = [
@@ -347,9 +350,13 @@ def run_serve(args: argparse.Namespace) -> int:
         raise ValueError(f"--shutdown-timeout is seconds, above 0, not {args.shutdown_timeout}")
     if not 0 <= args.port < 2**16:
         raise ValueError(f"--port is 0-65535, not {args.port}")
+    if args.api_key == "":  # of a variable that is not set, and then anybody could come in
+        raise ValueError("--api-key is empty: give a key, or leave it out")
     key = args.api_key or os.environ.get("NANOTEACH_API_KEY") or None
     model = args.shape or args.model or default_model()
-    with socket.create_server((args.host, args.port)) as listener, ExitStack() as stack:
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    listener = socket.create_server((args.host, args.port), family=family)
+    with listener, ExitStack() as stack:
         folder = stack.enter_context(random_folder(args.shape)) if args.shape else model
         engine = Engine(folder, **engine_options(args))
         host, port = listener.getsockname()[:2]
@@ -358,7 +365,8 @@ def run_serve(args: argparse.Namespace) -> int:
             engine, name, host, port, api_key=key, max_queue=args.max_queue,
             shutdown_timeout=args.shutdown_timeout,
         )  # fmt: skip
-        print(f"{name} is served at http://{host}:{port}/v1 (Ctrl-C ends it)", flush=True)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        print(f"{name} is served at http://{address}/v1 (Ctrl-C ends it)", flush=True)
         # uvicorn raises the signal that ended it once more when all is done. Nothing is left to do.
         signal.signal(signal.SIGTERM, lambda *_: None)
         try:

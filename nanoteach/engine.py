@@ -27,6 +27,7 @@ from nanoteach.types import (
     Logprob,
     RequestOutput,
     SamplingParams,
+    TooLong,
     Trace,
     one_for_each,
 )
@@ -362,7 +363,7 @@ class Engine:
         """Token ids. Raises ValueError on half a surrogate pair, and on what can't ever fit."""
         longest = self.core.max_model_len * self.longest_token
         if len(text) > longest:  # found in no time, where tokenizing takes seconds
-            raise ValueError(
+            raise TooLong(
                 f"the prompt has {len(text):,} characters, and max_model_len = "
                 f"{self.core.max_model_len:,} tokens can't have over {longest:,}: shorten it"
             )

@@ -18,6 +18,7 @@ from nanoteach.scheduler import Scheduled, Scheduler
 from nanoteach.sequence import Sequence
 from nanoteach.types import (
     SamplingParams,
+    TooLong,
     Trace,
     params_of_tokens,
     prepare_request,
@@ -84,7 +85,7 @@ class EngineCore:
         needed = blocks_needed(len(prompt) + params.max_tokens - 1, manager.block_size)
         if needed > manager.num_blocks:
             why = " (None: up to max_model_len)" if open_end else ""
-            raise ValueError(
+            raise TooLong(
                 f"{len(prompt)} prompt tokens and max_tokens = {params.max_tokens}{why} need "
                 f"{needed} blocks, and the whole pool has {manager.num_blocks}: shorten the "
                 "prompt, lower max_tokens, or give the engine a larger pool "

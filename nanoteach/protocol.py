@@ -12,10 +12,20 @@ import time
 import uuid
 from collections.abc import Sequence as SequenceOf
 from itertools import accumulate
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, overload
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
+from nanoteach.detokenizer import UNFINISHED
 from nanoteach.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -54,10 +64,25 @@ LOWEST = -9999.0  # JSON has no word for minus infinity
 SHORT = 1000  # characters of a stop string, at most
 
 
+def refusal(kind: str, name: str, what: str) -> PydanticCustomError:
+    """An error that tells of a field of this name."""
+    told = {"param": printable(name), "what": what}
+    return PydanticCustomError(kind, "{param} is {what}: leave it out", told)
+
+
 class Strict(BaseModel):
     """No field that is not known, and no text where a number is due."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_unknown(cls, data: Any) -> Any:
+        """Raise PydanticCustomError on the first field that is not known."""
+        for name in data if isinstance(data, dict) else ():
+            if name not in cls.model_fields:
+                raise refusal("unknown_parameter", name, "no field that is known here")
+        return data
 
 
 class StreamOptions(Strict):
@@ -67,7 +92,27 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
+def takes(forms: str) -> WrapValidator:
+    """One error in our words, where pydantic would say of every form why it is not that one."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(f"this takes {forms}") from None
+
+    return WrapValidator(check)
+
+
+# fail_fast and `refuse_unknown`: a body of 4 MB may hold a million mistakes, and pydantic's list of
+# them takes minutes and gigabytes.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 StopString = Annotated[str, Field(max_length=SHORT)]
+Stop = Annotated[
+    StopString | Annotated[list[StopString], Field(max_length=16, fail_fast=True)] | None,
+    takes(f"a string, or up to 16 of them, of up to {SHORT:,} characters each"),
+]
 
 
 class GenerationRequest(Strict):
@@ -78,8 +123,8 @@ class GenerationRequest(Strict):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=256)] | None = None
+    stop: Stop = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=256)] | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     stream: bool | None = None
@@ -89,18 +134,15 @@ class GenerationRequest(Strict):
     @model_validator(mode="before")
     @classmethod
     def refuse_unsupported(cls, data: Any) -> Any:
-        """Take out what is ignored or asks for nothing. Raises ValueError on the rest."""
+        """Take out what is ignored or asks for nothing. Raises PydanticCustomError on the rest."""
         if not isinstance(data, dict):
             return data
         for name, neutral in NEUTRAL.items():
             value = data.get(name)
             if value is not None and value not in neutral:
                 allowed = " or ".join(map(repr, neutral))
-                raise ValueError(
-                    f"{name} is not supported"
-                    + (f" beyond {allowed}" if neutral else "")
-                    + ": leave it out"
-                )
+                beyond = f" beyond {allowed}" if neutral else ""
+                raise refusal("unsupported_parameter", name, f"not supported{beyond}")
         return {k: v for k, v in data.items() if k not in IGNORED and k not in NEUTRAL}
 
     @model_validator(mode="after")
@@ -129,7 +171,10 @@ class GenerationRequest(Strict):
 class CompletionRequest(GenerationRequest):
     """A text to go on with, or several; token ids will do as well."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[
+        str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
+        takes("a text, a list of token ids, or a list of texts or of such lists"),
+    ]
     max_tokens: int | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -161,12 +206,17 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(fail_fast=True)] | None,
+        takes("a text, or a list of parts such as {'type': 'text', 'text': 'Hi'} and no others"),
+    ] = None
     name: str | None = None
 
     @model_validator(mode="after")
     def only_text(self) -> "ChatMessage":
-        """Raise ValueError on what is no text, such as the call of a tool."""
+        """Raise ValueError on what is no text, such as the call of a tool, or on nothing at all."""
+        if self.content is None and self.role != "assistant":
+            raise ValueError("content is missing: give the message's text")
         for name, value in (self.model_extra or {}).items():
             if value:
                 raise ValueError(f"a message's {name} is not supported: it is text alone")
@@ -183,7 +233,7 @@ class ChatMessage(BaseModel):
 class ChatRequest(GenerationRequest):
     """A conversation to go on with."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -371,9 +421,10 @@ class ChatAnswer(Answer):
 
 
 def token_fields(logprob: Logprob) -> dict[str, Any]:
-    """A token in a chat's logprobs."""
+    """A token in a chat's logprobs. Of a part of a character the text does not tell the bytes."""
     text = text_of(logprob)
-    return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+    known = None if UNFINISHED in text else list(text.encode())
+    return {"token": text, "logprob": finite(logprob), "bytes": known}
 
 
 def text_of(logprob: Logprob) -> str:
@@ -392,3 +443,12 @@ def error_body(
 ) -> dict[str, Any]:  # fmt: skip
     """An error in OpenAI's shape."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@overload
+def printable(text: str) -> str: ...
+@overload
+def printable(text: str | None) -> str | None: ...
+def printable(text: str | None) -> str | None:
+    """The text with \\uXXXX for what UTF-8 can't write."""
+    return text and text.encode(errors="backslashreplace").decode()

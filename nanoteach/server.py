@@ -13,12 +13,14 @@ import asyncio
 import contextlib
 import json
 import secrets
+import signal
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
-from typing import Annotated, Any, overload
+from types import FrameType
+from typing import Annotated, Any
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -39,7 +41,9 @@ from nanoteach.protocol import (
     CompletionRequest,
     GenerationRequest,
     error_body,
+    printable,
 )
+from nanoteach.types import TooLong
 
 MAX_BODY_BYTES = 4 * 2**20
 RETRY_AFTER = 1  # seconds
@@ -117,7 +121,8 @@ def create_app(
 
     def authorize(shown: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]) -> None:
         given = shown.credentials if shown else ""
-        if api_key and not secrets.compare_digest(given.encode(), api_key.encode()):
+        # Headers come as latin-1, whatever their bytes were.
+        if api_key and not secrets.compare_digest(given.encode("latin-1"), api_key.encode()):
             raise APIError(
                 401, "a wrong API key, or none: send Authorization: Bearer KEY",
                 "authentication_error", code="invalid_api_key",
@@ -161,7 +166,7 @@ def create_app(
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Go on with a text, or with several."""
         check_model(body.model)
-        with api_errors():
+        with api_errors("prompt"):
             stream = await async_engine.open(body.prompts, body.params)
             answer = CompletionAnswer(model_name, stream.request_ids, bool(body.return_token_ids))
             return await respond(request, stream, partial(async_engine.close, stream), answer, body)
@@ -170,7 +175,7 @@ def create_app(
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Go on with a conversation."""
         check_model(body.model)
-        with api_errors():
+        with api_errors("messages"):
             messages = [message.plain for message in body.messages]
             template = async_engine.engine.apply_chat_template
             prompt = await asyncio.to_thread(template, messages)
@@ -180,6 +185,7 @@ def create_app(
             )
             return await respond(request, stream, partial(async_engine.close, stream), answer, body)
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """200 while requests are taken, 503 otherwise."""
@@ -199,10 +205,13 @@ def create_app(
 
 
 @contextlib.contextmanager
-def api_errors() -> Iterator[None]:
-    """The engine's errors as HTTP has them."""
+def api_errors(prompt_field: str) -> Iterator[None]:
+    """The engine's errors as HTTP has them. prompt_field: where a request has its prompt."""
     try:
         yield
+    except TooLong as error:
+        code = "context_length_exceeded"  # as OpenAI has it: clients shorten their history
+        raise APIError(400, str(error), param=prompt_field, code=code) from error
     except ValueError as error:  # it can't be served, and the error says why
         raise APIError(400, str(error)) from error
     except QueueFull as error:
@@ -281,34 +290,32 @@ async def invalid(request: Request, error: Exception) -> Response:
     """A body that is not as it should be."""
     assert isinstance(error, RequestValidationError)
     problem = error.errors()[0]
-    place = ".".join(str(part) for part in problem["loc"] if part != "body")
-    what = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "json_invalid":
-        what, place = f"the body is no JSON: {problem['ctx']['error']}", ""
-    elif problem["type"] == "extra_forbidden":
-        what = "no such field is known here: leave it out"
-    message = f"{place}: {what}" if place else what
-    return JSONResponse(error_body(printable(message), param=printable(place or None)), 400)
+    kind, told = problem["type"], problem.get("ctx", {})
+    place = [str(part) for part in problem["loc"] if part != "body"]
+    what, code = problem["msg"].removeprefix("Value error, "), None
+    if kind == "json_invalid":
+        what, place = f"the body is no JSON: {told['error']}", []
+    elif "param" in told:  # from protocol.py; it names its field
+        place, code = [*place, told["param"]], kind
+    elif place:
+        what = f"{'.'.join(place)}: {what}"
+    elif kind in ("missing", "model_attributes_type"):
+        what = "the body is no JSON object: send one, with Content-Type: application/json"
+    return JSONResponse(error_body(printable(what), param=".".join(place) or None, code=code), 400)
 
 
 async def other(request: Request, error: Exception) -> Response:
     """No such page, no such method, a body too long or unreadable."""
     assert isinstance(error, HTTPException)
-    return JSONResponse(error_body(str(error.detail)), error.status_code, error.headers)
+    what = str(error.detail)
+    if error.status_code == 404:
+        what = f"there is no {printable(request.url.path)} here: the API is at /v1 (see /docs)"
+    return JSONResponse(error_body(what), error.status_code, error.headers)
 
 
 async def failed(request: Request, error: Exception) -> Response:
     """A fault of ours. The log has it; the client is not told more."""
     return JSONResponse(error_body("the server failed; its log says how", "server_error"), 500)
-
-
-@overload
-def printable(text: str) -> str: ...
-@overload
-def printable(text: str | None) -> str | None: ...
-def printable(text: str | None) -> str | None:
-    """The text with \\uXXXX for what UTF-8 can't write."""
-    return text and text.encode(errors="backslashreplace").decode()
 
 
 # --- running it --------------------------------------------------------------------------------
@@ -335,6 +342,13 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=round(shutdown_timeout) + 5,
             )
         )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal begins `shutdown`. Ctrl-C after it ends what still runs."""
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+        elif sig == signal.SIGINT:
+            asyncio.run_coroutine_threadsafe(self.async_engine.drain(0), self.async_engine.loop)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish what runs, or end it in time; its clients are told."""

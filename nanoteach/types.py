@@ -17,6 +17,10 @@ COLDEST, HOTTEST = 1e-5, 1_000_000
 MAX_LOGPROBS = 20
 
 
+class TooLong(ValueError):
+    """A request needs more tokens than the model takes, or than the whole pool has room for."""
+
+
 @reject_unknown_options
 @dataclass(frozen=True)
 class SamplingParams:
@@ -86,7 +90,8 @@ class SamplingParams:
         temperature = float(self.temperature) if self.temperature >= COLDEST else 0.0
         object.__setattr__(self, "temperature", temperature)
         # The best token is among the best, however few: without a draw there is nothing to filter.
-        object.__setattr__(self, "top_k", max(0, self.top_k) if temperature else 0)
+        # No vocabulary has over 2**31 tokens, and no tensor takes a number of any size.
+        object.__setattr__(self, "top_k", min(max(0, self.top_k), 2**31) if temperature else 0)
         object.__setattr__(self, "top_p", float(self.top_p) if temperature else 1.0)
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(stop_ids))
@@ -116,18 +121,18 @@ def prepare_request(
     """
     if len(prompt_token_ids) == 0:
         raise ValueError("the prompt is empty: give at least one token")
+    room = max_model_len - len(prompt_token_ids)
+    if room < (params.max_tokens or 1):
+        raise TooLong(
+            f"{len(prompt_token_ids)} prompt tokens and max_tokens = {params.max_tokens} do not "
+            f"fit into max_model_len = {max_model_len}: shorten the prompt or lower max_tokens"
+        )
     for token in prompt_token_ids:
         # Of type int, not an instance: True is one, and a long prompt is checked in half the time.
         if type(token) is not int or not 0 <= token < vocab_size:
             raise ValueError(
                 f"{token!r} is no token id of this model: they run from 0 to {vocab_size - 1}"
             )
-    room = max_model_len - len(prompt_token_ids)
-    if room < (params.max_tokens or 1):
-        raise ValueError(
-            f"{len(prompt_token_ids)} prompt tokens and max_tokens = {params.max_tokens} do not "
-            f"fit into max_model_len = {max_model_len}: shorten the prompt or lower max_tokens"
-        )
     if params.max_tokens and (params.seed is not None or not params.temperature):
         return params
     seed = random.getrandbits(32) if params.seed is None else params.seed

@@ -67,6 +67,19 @@ async def last_of(
     return outputs[-1]
 
 
+def hold(async_engine: AsyncEngine) -> threading.Event:
+    """Keep the engine's thread waiting until the event is set."""
+    go_on = threading.Event()
+    async_engine.commands.put(lambda: go_on.wait(60))
+    return go_on
+
+
+async def queued(async_engine: AsyncEngine, count: int) -> None:
+    """Wait until so many commands wait for the engine's thread."""
+    while async_engine.commands.qsize() < count:
+        await asyncio.sleep(0.01)
+
+
 def test_many_at_once_get_what_each_gets_alone(engine: Engine) -> None:
     params = [some(n, temperature=t, seed=n) for n, t in ((20, 0), (3, 1), (9, 0.7), (1, 0))]
     alone = [
@@ -188,6 +201,8 @@ def test_the_queue_is_bounded(engine: Engine) -> None:
         with pytest.raises(QueueFull):  # all or none
             async_engine.close(streams.pop())
             await async_engine.open(["b", "b"], some(1))
+        with pytest.raises(ValueError, match="12 prompts are more than ever"):
+            await async_engine.open(["b"] * 12, some(1))
         streams.append(await async_engine.open(["b"], some(1)))
         for stream in streams:
             async_engine.close(stream)
@@ -251,12 +266,10 @@ def test_a_step_that_raises_ends_its_requests_and_no_others(
     monkeypatch.setattr(engine.core.runner, "execute", execute)
 
     async def work(async_engine: AsyncEngine) -> None:
-        all_there = threading.Event()
-        async_engine.commands.put(lambda: all_there.wait(60) and None)
+        go_on = hold(async_engine)
         asked = [asyncio.create_task(last_of(async_engine, "b", some(6))) for _ in range(12)]
-        while async_engine.commands.qsize() < 12:
-            await asyncio.sleep(0.01)
-        all_there.set()
+        await queued(async_engine, 12)
+        go_on.set()
         # Which 8 come first is not fixed: their texts are tokenized side by side.
         results = await asyncio.gather(*asked, return_exceptions=True)
         failed = [result for result in results if isinstance(result, StepFailed)]
@@ -287,12 +300,13 @@ def test_a_fault_outside_the_core_ends_all_and_the_engine_goes_on(
 
 def test_draining_lets_the_short_finish_and_ends_the_long(engine: Engine) -> None:
     async def work(async_engine: AsyncEngine) -> None:
+        go_on = hold(async_engine)
         short = asyncio.create_task(last_of(async_engine, "b", some(3)))
         long = asyncio.create_task(last_of(async_engine, "b", some(1500)))
-        while not await async_engine.call(lambda engine: len(engine.requests) == 2):
-            pass
+        await queued(async_engine, 2)
         draining = asyncio.create_task(async_engine.drain(0.5))
         await asyncio.sleep(0)
+        go_on.set()
         with pytest.raises(EngineStopped):
             await async_engine.open(["b"])
         assert not async_engine.healthy

@@ -16,6 +16,7 @@ import torch
 from fakes import Fault, expected_tokens, fake_core, save_random_model
 
 from nanoteach.chunked_prefill import ChunkedPrefillScheduler
+from nanoteach.detokenizer import Detokenizer
 from nanoteach.engine import Engine
 from nanoteach.engine_core import EngineCore
 from nanoteach.hub import ModelError
@@ -427,7 +428,7 @@ def test_a_fault_in_making_text_loses_none(
     engine.add_request("mine", PROMPTS[2], PARAMS)
     told = {}
     with monkeypatch.context() as patch:
-        break_once(patch, engine.tokenizer, "decode", Fault(), calls)
+        break_once(patch, Detokenizer, "decode", Fault(), calls)
         with pytest.raises(Fault):
             for _ in range(MANY):
                 told.update({output.request_id: output for output in engine.step()})

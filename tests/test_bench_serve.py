@@ -3,6 +3,11 @@
 import asyncio
 import json
 import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -187,9 +192,96 @@ def test_the_command_loads_a_running_server_and_saves(
     assert {"environment", "limits", "seed", "input_len"} <= saved.keys()
 
 
+MODELS = '{"data": [{"id": "m"}]}'
+CHUNK = 'data: {"choices": [{"token_ids": [1]}]}\n\n'
+RIGHT = 3 * CHUNK + "data: [DONE]\n\n"
+
+
+@contextmanager
+def server_of(models: str, first: tuple[int, str], then: tuple[int, str]) -> Iterator[str]:
+    """Has one answer to the first WARM_REQUESTS requests and another to all that follow.
+
+    Status 0: none at all.
+    """
+    asked, over = count(), threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(200, models)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer(*(first if next(asked) < WARM_REQUESTS else then))
+
+        def answer(self, status: int, body: str) -> None:
+            if not status:
+                over.wait()
+                return
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        over.set()
+        server.shutdown()
+
+
+LOAD = "--rates 50 --duration 0.1 --input-len 2 2 --output-len 3 3 --slo-ttft 60"
+
+
+@pytest.mark.parametrize(
+    ("then", "word"),
+    [
+        ((500, "it broke"), "errors: 500 it broke"),
+        ((429, "too many"), "errors: 429 too many"),
+        ((200, 2 * CHUNK), "errors: 2 tokens came of 3"),
+        ((200, CHUNK + 'data: {"error": {"message": "a fault"}}\n\n'), "errors: a fault"),
+        ((200, 'data: {"choices": [{"text": "a"}]}\n\n'), "KeyError('token_ids')"),
+        ((200, "data: {\n\n"), "JSONDecodeError"),
+        ((200, "<html>"), "errors: 0 tokens came of 3"),
+        ((0, ""), "errors: ReadTimeout"),
+    ],
+)
+def test_an_error_is_counted_and_told(
+    then: tuple[int, str], word: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if not then[0]:
+        monkeypatch.setattr("nanoteach.bench.serve.STALLED", 3.0)
+    with server_of(MODELS, (200, RIGHT), then) as url:
+        assert cli.main(["bench", "serve", "--url", url, *LOAD.split()]) == 0
+    assert word in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("models", "first", "word"),
+    [
+        (MODELS, (401, "no key"), "served none of the first requests: 401 no key"),
+        (MODELS, (200, 'data: {"choices": [{"text": "a"}]}\n\n'), "KeyError('token_ids')"),
+        ("<html>", (200, RIGHT), "names no model"),
+        ('{"data": []}', (200, RIGHT), "names no model"),
+    ],
+)
+def test_a_server_that_serves_nothing_is_one_line(
+    models: str, first: tuple[int, str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with server_of(models, first, first) as url:
+        assert cli.main(["bench", "serve", "--url", url, *LOAD.split()]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert word in line
+
+
 def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "serve", "--url", "http://127.0.0.1:9"]) == 1
     assert "does not answer" in capsys.readouterr().err
+    assert cli.main(["bench", "serve", "--url", "http://127.0.0.1:x"]) == 1
+    assert "Invalid port" in capsys.readouterr().err
     assert cli.main(["bench", "serve", "nano"]) == 1
     assert cli.main(["bench", "serve", "--workload", "x", "--shape", "toy"]) == 1
 

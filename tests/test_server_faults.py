@@ -5,6 +5,7 @@ import gc
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from fakes import save_random_model
 
 from nanoteach import cli
 from nanoteach.engine import Engine
-from nanoteach.server import running
+from nanoteach.server import Server, running
 
 ROOT = Path(__file__).parent.parent
 
@@ -107,8 +108,9 @@ def test_a_client_that_waits_for_the_whole_and_leaves_aborts_its_request(engine:
 
 def test_what_the_pool_cant_hold_is_refused_and_what_it_can_is_not(engine: Engine) -> None:
     with running(engine) as url, connect(url) as client:
-        with pytest.raises(openai.BadRequestError, match="the whole pool has 400"):
+        with pytest.raises(openai.BadRequestError, match="the whole pool has 400") as caught:
             client.completions.create(model="tiny", prompt=[1] * 1000, max_tokens=700)
+        assert caught.value.code == "context_length_exceeded"
         # Each needs a third of the pool, so they take turns, and some are preempted.
         with httpx.Client(base_url=url, timeout=120) as http:
             threads = [
@@ -137,6 +139,8 @@ def test_a_full_queue_is_a_429(folder: Path) -> None:
             client.completions.create(model="tiny", prompt="b", max_tokens=1)
         assert caught.value.response.headers["retry-after"] == "1"
         assert caught.value.code == "queue_full"
+        with pytest.raises(openai.BadRequestError, match="4 prompts are more than ever"):
+            client.completions.create(model="tiny", prompt=["b"] * 4, max_tokens=1)
         for stream in streams:
             stream.close()
         assert_idle(engine)
@@ -204,12 +208,14 @@ def test_memory_is_steady_over_2000_requests(engine: Engine) -> None:
 
 
 @pytest.fixture
-def server(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`nanoteach serve` as a process of its own."""
+def server(
+    folder: Path, request: pytest.FixtureRequest
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`nanoteach serve` as a process of its own; its parameter is the shutdown timeout."""
     command = [
         sys.executable, "-m", "nanoteach", "serve", "--model", str(folder), "--port", "0",
         "--served-model-name", "tiny", "--device", "cpu", "--num-gpu-blocks-override", "800",
-        "--shutdown-timeout", "2",
+        "--shutdown-timeout", getattr(request, "param", "2"),
     ]  # fmt: skip
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
@@ -264,6 +270,29 @@ def test_sigterm_under_load_finishes_the_short_and_ends_the_long(
     assert process.stderr and process.stderr.read() == ""
 
 
+@pytest.mark.parametrize("server", ["3000"], indirect=True)
+def test_a_second_ctrl_c_ends_it_now(server: tuple[subprocess.Popen[str], str]) -> None:
+    process, url = server
+
+    async def main() -> list[str]:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            wanted = body(2000, stream=True)
+            async with client.stream("POST", "/v1/completions", json=wanted) as answer:
+                lines = answer.aiter_lines()
+                await anext(lines)
+                process.send_signal(signal.SIGINT)
+                with pytest.raises(httpx.TransportError):  # so it has come
+                    while True:
+                        httpx.get(f"{url}/health", timeout=60)
+                process.send_signal(signal.SIGINT)
+                return [line async for line in lines if line]
+
+    lines = asyncio.run(main())
+    assert "shutting down" in lines[-2] and lines[-1] == "data: [DONE]"
+    assert process.wait(30) == 130
+    assert process.stderr and "Traceback" not in process.stderr.read()
+
+
 def test_an_idle_server_ends_at_once(server: tuple[subprocess.Popen[str], str]) -> None:
     process, url = server
     assert httpx.get(f"{url}/health").status_code == 200
@@ -276,6 +305,7 @@ def test_an_idle_server_ends_at_once(server: tuple[subprocess.Popen[str], str]) 
     [
         (("--port", "70000"), "0-65535"),
         (("--max-queue", "0"), "max_queue"),
+        (("--api-key", ""), "--api-key is empty"),
         (("--shape", "no-such"), "no shape is named"),
         (("--shape", "toy", "--model", "tiny"), "give one of them"),
         (("--shutdown-timeout", "0"), "shutdown-timeout"),
@@ -287,6 +317,23 @@ def test_a_wrong_option_is_one_line(
 ) -> None:
     assert cli.main(["serve", "--port", "0", *argv]) == 1
     assert word in capsys.readouterr().err
+
+
+def test_it_listens_on_ipv6(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    places: list[Any] = []
+    monkeypatch.setattr(Server, "run", lambda self, listeners: places.extend(
+        listener.getsockname() for listener in listeners
+    ))  # fmt: skip
+    argv = ["--host", "::1", "--port", "0", "--model", str(folder), "--device", "cpu"]
+    assert cli.main(["serve", *argv]) == 0
+    ((host, port, *_),) = places
+    assert host == "::1" and f"http://[::1]:{port}/v1" in capsys.readouterr().out
 
 
 def test_without_the_extra_it_says_what_to_install(

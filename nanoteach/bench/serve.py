@@ -19,7 +19,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import textwrap
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ProcessPoolExecutor
@@ -36,6 +38,7 @@ SHARED_TOKENS = 512  # of the system prompt that all requests of "shared" begin 
 TURNS, THINK_SECONDS = 3, 1.0  # of a conversation in "chat"
 KEEPS_UP = 0.85  # completed over offered requests a second, at least; a short run has some noise
 WARM_REQUESTS = 4
+STALLED = 300.0  # seconds without a word from the server, after which nobody waits for more
 START_SECONDS = 0.1  # for the clients to be there when the first request is due
 
 
@@ -139,6 +142,8 @@ class Level:
     cached_share: float
     client_lag: float
     samples: dict[str, list[float]]
+    error: str | None = None
+    """The most frequent one."""
 
     def holds(self, ttft_limit: float) -> bool:
         """Whether the server followed: no errors, first tokens in time, as many out as in."""
@@ -162,6 +167,7 @@ def level_of(rate: float, records: SequenceOf[Record], limits: tuple[float, floa
         r for r, ttft in zip(done, first, strict=True)
         if ttft <= limits[0] and r.seconds_per_token <= limits[1]
     ]  # fmt: skip
+    errors = Counter(r.error for r in records if r.error)
     return Level(
         rate=rate,
         offered=(len(records) - 1) / arrivals if arrivals else rate,
@@ -183,6 +189,7 @@ def level_of(rate: float, records: SequenceOf[Record], limits: tuple[float, floa
             "tokens": [r.num_tokens for r in done],
             "longest_gap": [round(max(r.gaps, default=0), 5) for r in done],
         },
+        error=errors.most_common(1)[0][0] if errors else None,
     )
 
 
@@ -224,19 +231,27 @@ class Client:
         return WORKLOADS[self.workload](rng, self.input_len, self.output_len)
 
     async def get_model(self) -> str:
-        """The name of the model that is served."""
+        """The name of the model that is served. Raises httpx's errors, and RuntimeError."""
         async with self.connect() as http:
             answer = await http.get("/v1/models")
         answer.raise_for_status()
-        name: str = answer.json()["data"][0]["id"]
+        try:
+            name: str = answer.json()["data"][0]["id"]
+        except (LookupError, TypeError, ValueError) as error:
+            raise RuntimeError(f"{self.url}/v1/models names no model: {error!r}") from error
         return name
 
     async def warm_up(self) -> None:
-        """Some requests that do not count."""
+        """Some requests that do not count. Raises RuntimeError if none of them is served."""
         ask = self.asks(f"warm {self.share}")
         async with self.connect() as http:
             now = time.perf_counter()
-            await asyncio.gather(*(self.talk(http, ask(), now) for _ in range(WARM_REQUESTS)))
+            warmed = await asyncio.gather(
+                *(self.talk(http, ask(), now) for _ in range(WARM_REQUESTS))
+            )
+        errors = [records[-1].error for records in warmed]
+        if all(errors):
+            raise RuntimeError(f"{self.url} served none of the first requests: {errors[0]}")
 
     async def run(self, rate: float, start: float) -> list[Record]:
         """Send what arrives from `start` (of `time.time`) on, and wait for all of it."""
@@ -257,10 +272,10 @@ class Client:
         return records
 
     def connect(self) -> httpx.AsyncClient:
-        """As many connections as it takes, with no limit of time."""
+        """As many connections as it takes, and patience with them."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         return httpx.AsyncClient(
-            base_url=self.url, headers=self.headers, timeout=None, limits=limits
+            base_url=self.url, headers=self.headers, timeout=STALLED, limits=limits
         )
 
     async def talk(self, http: httpx.AsyncClient, ask: Ask, due: float) -> list[Record]:
@@ -275,6 +290,9 @@ class Client:
                 history += await self.send(http, history, turn.num_output, record)
             except (httpx.HTTPError, RuntimeError) as error:
                 record.error = str(error) or type(error).__name__
+                break
+            except (LookupError, TypeError, ValueError) as error:
+                record.error = f"not an answer as nanoteach's server gives it: {error!r}"
                 break
             due = time.perf_counter() + THINK_SECONDS
         return records
@@ -310,6 +328,8 @@ class Client:
                         record.gaps.append(now - (record.end or 0))
                     record.end = now
         record.num_tokens = len(output)
+        if len(output) != num_output:  # the stream was cut, however politely
+            raise RuntimeError(f"{len(output)} tokens came of {num_output}")
         return output
 
 
@@ -367,7 +387,10 @@ class LoadTest:
         self.levels: list[Level] = []
 
     async def run(self) -> list[Level]:
-        """All rates, the lowest first; it ends early when two in a row were too much."""
+        """All rates, the lowest first; it ends early when two in a row were too much.
+
+        Raises httpx's errors and RuntimeError where nothing is served at all.
+        """
         self.client.model = await self.client.get_model()
         with ExitStack() as stack:
             send = self.sender(stack)
@@ -438,7 +461,8 @@ def line_of(level: Level, ttft_limit: float) -> str:
     spreads = (level.ttft, level.itl, level.e2e)
     times = [f"{1e3 * s.get(q, math.nan):8,.1f}" for s in spreads for q in ("p50", "p99")]
     note = "" if level.holds(ttft_limit) else "too much"
-    note += f", {level.num_errors} errors" if level.num_errors else ""
+    if level.num_errors:
+        note += f", {level.num_errors} errors: {textwrap.shorten(level.error or '', 120)}"
     numbers = f"{level.rate:7g}  {level.completed:9.2f}  {level.goodput:7.2f}"
     numbers += f"  {level.output_tokens:6,.0f}  {'  '.join(times)}  {level.cached_share:6.0%}"
     return f"{numbers}  {note}".rstrip()
