@@ -15,6 +15,8 @@ def split_budget(missing: list[int], budget: int) -> list[int]:
     First every decode (one token missing) gets its token, then prompts get what they miss as far
     as the budget lasts.
     """
+    if sum(missing) <= budget:  # most steps: nobody is cut short, and there is nothing to work out
+        return list(missing)
     grants = [0] * len(missing)
     for decodes in (True, False):
         for i, num_missing in enumerate(missing):

@@ -133,8 +133,8 @@ def make_parser() -> argparse.ArgumentParser:
     load.add_argument("--slo-itl", type=float, metavar="S", help="limit for each more, on average")
     load.add_argument("--seed", type=int, metavar="N")
     load.add_argument(
-        "--clients", type=int, metavar="N", help="processes that send (default: 1, at most 4,000 "
-        "tokens a second)",
+        "--clients", type=int, metavar="N",
+        help="processes that send (default: 1, which may be slower than a fast server)",
     )  # fmt: skip
     bench.set_defaults(run=run_bench)
 

@@ -86,15 +86,14 @@ class Request:
         before = len(detokenizer.text)
         seen = seq.num_prompt_tokens + detokenizer.num_tokens
         detokenizer.extend(seq.token_ids[seen:last], final=reason is not None)
-        if seq.logprobs:
-            decode = detokenizer.tokenizer.decode
-            self.logprobs += [
-                {
-                    token: replace(logprob, decoded_token=decode([token]))
-                    for token, logprob in each.items()
-                }
-                for each in seq.logprobs[len(self.logprobs) :]
-            ]
+        decode = detokenizer.tokenizer.decode
+        self.logprobs += [
+            {
+                token: replace(logprob, decoded_token=decode([token]))
+                for token, logprob in each.items()
+            }
+            for each in seq.logprobs[len(self.logprobs) :]
+        ]
         if self.stopped_at is None and (stops := seq.params.stop):
             text = detokenizer.text
             starts = (text.find(stop, max(0, before - len(stop) + 1)) for stop in stops)

@@ -74,8 +74,11 @@ class Evidence:
         return str(self.recording.found["environment"].get("gpu", "a CPU"))
 
 
-def bars(axes: Axes, found: Evidence, metric: str, names: dict[str, str], scale: float = 1) -> None:
-    """A bar for each case; `names` says how each is called here."""
+def bars(
+    axes: Axes, found: Evidence, names: dict[str, str], metric: str, title: str, scale: float = 1
+) -> None:
+    """A panel with a bar for each case; `names` says how each is called here."""
+    axes.set_title(title)
     labels, values, widest = list[str](), list[float](), 0.0
     for case, label in names.items():
         row = found.row(case, metric)
@@ -241,8 +244,7 @@ def nano(found: Evidence) -> Picture:
     figure = canvas(1.4)
     axes = figure.subplots()
     names = {row.workload: row.workload for row in found.named("nano", "output")}
-    bars(axes, found, "output", names)
-    axes.set_title("nano-vLLM's bench: output tokens/s")
+    bars(axes, found, names, "output", "nano-vLLM's bench: output tokens/s")
     key(figure)
     return figure
 
@@ -253,12 +255,10 @@ def static(found: Evidence) -> Picture:
     figure = canvas(2.2)
     names = {"static batches": "static", "continuous batching": "continuous"}
     panels = figure.subplots(1, 4, sharey=True)
-    titles = (("output", "output tokens/s", 1.0), ("steps", "steps", 1.0),
-              ("rows", "requests in a step, of 16", 1.0),
-              ("TTFT", "median TTFT, s", 1.0))  # fmt: skip
-    for axes, (metric, title, scale) in zip(panels, titles, strict=True):
-        bars(axes, found, metric, names, scale)
-        axes.set_title(title)
+    shown = (("output", "output tokens/s"), ("steps", "steps"),
+             ("rows", "requests in a step, of 16"), ("TTFT", "median TTFT, s"))  # fmt: skip
+    for axes, (metric, title) in zip(panels, shown, strict=True):
+        bars(axes, found, names, metric, title)
     key(figure, "64 requests, 16 seats")
     return figure
 
@@ -323,10 +323,9 @@ def prefix(found: Evidence) -> Picture:
     places: Any = [["computed", "pools"], ["ttft", "pools"]]
     panels = figure.subplot_mosaic(places)
     names = {"prefix caching off": "off", "prefix caching on": "on"}
-    bars(panels["computed"], found, "computed", names)
-    panels["computed"].set_title("32 requests share 1,024 tokens: tokens computed")
-    bars(panels["ttft"], found, "TTFT", names, 1000)
-    panels["ttft"].set_title("median TTFT, ms")
+    title = "32 requests share 1,024 tokens: tokens computed"
+    bars(panels["computed"], found, names, "computed", title)
+    bars(panels["ttft"], found, names, "TTFT", "median TTFT, ms", 1000)
     axes, mixed = panels["pools"], "mixed reuse, "
     rates = [r for r in found.named(mixed, "hit rate") if r.workload.endswith("blocks")]
     pools = [int(r.workload.split()[-2].replace(",", "")) for r in rates]
@@ -364,8 +363,7 @@ def chunked(found: Evidence) -> Picture:
         ),
         strict=True,
     ):  # fmt: skip
-        bars(axes, found, metric, names, scale)
-        axes.set_title(title)
+        bars(axes, found, names, metric, title, scale)
     key(figure, "16 decode, six prompts of 2,048 come")
     return figure
 
@@ -385,8 +383,7 @@ def preemption(found: Evidence) -> Picture:
          ("computed", "tokens computed"), ("steps", "steps")),
         strict=True,
     ):  # fmt: skip
-        bars(axes, found, metric, names)
-        axes.set_title(title)
+        bars(axes, found, names, metric, title)
     key(figure, "32 requests of 512 + 256")
     return figure
 
