@@ -876,8 +876,9 @@ for title, options in (("eager", {"enforce_eager": True}), ("graphs", {})):
 # %%
 buffer, rerun = ill.runner.graphs["decode", 1]
 print("filled    ", buffer.views[ill.runner.turn]["positions"].tolist())
+(inputs,) = rerun.replay.args  # those of the recorded call
 print("the buffer", buffer.inputs.positions.tolist())
-print("the graph ", rerun.inputs.positions.tolist())
+print("the graph ", inputs.positions.tolist())
 
 # %% [markdown]
 # What is wrong? Mend `send`.
