@@ -58,6 +58,7 @@ from nanoteach.sampler import philox, uniform
 from nanoteach.sampling_filters import Rules, Scores, pick
 from nanoteach.sampling_tail import SLICE
 from nanoteach.stages import COURSE, Parts, build_graphs
+from nanoteach.step_inputs import bucket
 from nanoteach.types import SamplingParams
 
 open_notebook(9)
@@ -599,12 +600,16 @@ for token, told in zip(completion.token_ids, completion.logprobs, strict=True):
 # them, inside the graph. Filters and logprobs are not in it: a sort of every row would cost those
 # who want none. So the graph stays as it is, and leaves behind what came out of the last layer.
 # After it, for the rows that ask for more, `SamplingTail` computes the scores once more, sorts,
-# filters, draws, and puts its token in the place of the graph's own. All of that is launched
-# without waiting: the next step, which has been promised these tokens, reads them on the GPU.
+# filters, draws, and puts its token in the place of the graph's own.
 #
-# Without a GPU the same code runs around a slow decoder. Three requests, one of them without
-# filters and logprobs, on the runner of stage 6 and on that of stage 8, which is told that there
-# are filters:
+# This tail is graphs, too: one each for 1, 4, 16 and 32 rows. The rows go through in slices of at
+# most 32. A slice is copied to where the graphs read, and takes the smallest that has room for it;
+# what its padding draws is not used. All of that is launched without waiting: the next step, which
+# has been promised these tokens, reads them on the GPU.
+#
+# Without a GPU the same code runs around a slow decoder, with a `Rerun` for each graph. Three
+# requests, one of them without filters and logprobs, on the runner of stage 6 and on that of stage
+# 8, which is told that there are filters, and has room for 16 requests:
 
 # %%
 wishes = [
@@ -613,8 +618,11 @@ wishes = [
     SamplingParams(10, temperature=0.8, top_p=0.7, seed=3, ignore_eos=True),
 ]
 plain = engine().generate([fox] * 3, wishes)
-graphs = build_graphs(replace(parts(), filters=True)).generate([fox] * 3, wishes)
+core = build_graphs(replace(parts(), filters=True))
+graphs = core.generate([fox] * 3, wishes)
+sizes = sorted(core.runner.tail.recorded)
 print("stage 6's runner and stage 8's draw the same:", plain == graphs)
+print("rows that its tail is recorded for:", sizes, "and 2 rows take", bucket(sizes, 2))
 
 # %% [markdown]
 # ## Prove it
@@ -756,28 +764,40 @@ for cost in costs:
 reveal("H200, 64 requests: a step with top-k and top-p, in greedy steps", of_64, "steps")
 
 # %% [markdown]
-# A temperature costs next to nothing. Filters and logprobs cost many times the bytes of a sort. To
-# save memory `SamplingTail` takes its rows in slices of 32, one after the other. What each slice
-# adds to the greedy step, and what sorting it would take at best:
-
-# %% tags=["nbval-ignore-output"]
-for cost in costs:
-    if cost.wish == "top-k, top-p":
-        slices, rows = math.ceil(cost.batch / SLICE), min(cost.batch, SLICE)
-        added = (cost.step_ms - base[cost.batch]) / slices
-        print(f"batch {cost.batch:3}: {slices} x {rows:2} rows, {added:.2f} ms each; "
-              f"to sort them: {1e3 * rows * sort:.3f} ms")  # fmt: skip
-
-# %% [markdown]
-# A slice of one row takes nearly as long as one of 16. So most of that time is not bytes. It looks
-# like notebook 08's waste: the tail is not in the graph, and the host launches its operations one
-# by one, for each slice anew. How many `pick` has, with the race in one kernel:
+# A temperature costs next to nothing. Filters and logprobs cost many times the bytes of a sort.
+# Why? At first the tail was not recorded: the host launched its operations one by one, for each
+# slice anew. How many `pick` has, with the race in one kernel:
 
 # %%
-rules = Rules(*torch.ones(3, 32).long(), *torch.ones(2, 32))
+rules = Rules(*torch.ones(3, SLICE).long(), *torch.ones(2, SLICE))
 with Calls() as calls:
-    pick(torch.zeros(32, 2048), rules, lambda scores, *draws: scores.argmax(-1))
+    pick(torch.zeros(SLICE, 2048), rules, lambda scores, *draws: scores.argmax(-1))
 print(f"about {round(calls.count, -1)} operations a slice")
+
+# %% [markdown]
+# That looked like notebook 08's waste. We predicted that in graphs 256 requests with filters would
+# come down to 7 or 8 ms, and recorded the tail. The step before and after, what each slice adds to
+# the greedy step now, and what sorting it would take at best:
+
+# %% tags=["nbval-ignore-output"]
+print(f"launched: {where('sampling_launched_h200')}")
+for before, cost in zip(pictures_09.recorded_costs("sampling_launched_h200"), costs, strict=True):
+    if cost.wish in ("top-k, top-p", "logprobs"):
+        slices, rows = math.ceil(cost.batch / SLICE), min(cost.batch, SLICE)
+        added = (cost.step_ms - base[cost.batch]) / slices
+        print(f"batch {cost.batch:3}, {cost.wish:12}  {before.step_ms:5.2f} to {cost.step_ms:5.2f} "
+              f"ms; {slices} x {rows:2} rows, {added:.2f} ms each; "
+              f"to sort them {1e3 * rows * sort:.3f}")  # fmt: skip
+
+# %% [markdown]
+# One request gained a third and more. From 16 on, filters take nearly what they took: **the
+# prediction was wrong**. To replay a graph costs the host the same for one row as for 32. So in a
+# slice of 32 rows no more than what one row takes can be launches. The rest is the GPU's own work,
+# and while it was busy, the host had launched what came next. It is not the bytes of a sort either.
+# Which operations take the time, we have not measured.
+#
+# Logprobs gained more, a third at 256 requests. But an earlier run of the launched tail was as fast
+# as the graphs there (`notes/gpu.md`): how long launches take is not the same in every run.
 
 # %% [markdown]
 # ## Bug clinic
@@ -923,9 +943,10 @@ print(examine(mended))
 #   sorted, once. The others are not; but who shares a step with them waits for its end.
 # - Noise is a function of seed, position and token. Nothing is kept for a request, so nothing can
 #   be lost.
-# - **The bottleneck now**: without filters the speed is what it was; with them a step waits for
-#   launches once more. And what the engine lacks is a way in. Requests still come from a Python
-#   list: notebook 10 puts a server in front.
+# - The tail is recorded like the step. That helps where launches were the limit: with one request.
+# - **The bottleneck now**: without filters the speed is what it was; with them a larger step waits
+#   for the GPU's own work on all of the scores. And what the engine lacks is a way in. Requests
+#   still come from a Python list: notebook 10 puts a server in front.
 #
 # ### In other engines
 #

@@ -26,7 +26,7 @@ from nanoteach.course.pictures import (
     lanes,
     say,
 )
-from nanoteach.results import RESULTS, recorded
+from nanoteach.results import recorded
 from nanoteach.sampling_filters import Rules, filter_ranked
 
 
@@ -38,13 +38,11 @@ class Cost(NamedTuple):
     step_ms: float
 
 
-def recorded_costs() -> list[Cost]:
-    """What was measured on a GPU, or nothing where it was not yet; see bench/sampling.py."""
-    if not (RESULTS / "sampling_h200.json").is_file():
-        return []
+def recorded_costs(result: str = "sampling_h200") -> list[Cost]:
+    """What was measured on a GPU, by the name of the result file; see bench/sampling.py."""
     return [
         Cost(row["batch"], row["wish"], statistics.median(row["step_ms"]))
-        for row in recorded("sampling_h200")["rows"]
+        for row in recorded(result)["rows"]
     ]
 
 
