@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from nanoteach.config import check_positive
+from nanoteach.core_process import CoreDied
 from nanoteach.engine import Engine, Prompt
 from nanoteach.types import RequestOutput, SamplingParams, one_for_each
 
@@ -48,9 +49,9 @@ class Observer:
     """Is told what happens, on the engine's thread. This one takes no notice."""
 
     def stepped(self, outputs: list[RequestOutput]) -> None:
-        """A step gave each of these requests a token; some have finished."""
+        """A step, or several, gave each of these requests a token; some have finished."""
 
-    def ended(self, reason: str) -> None:
+    def ended(self, request_id: str, reason: str) -> None:
         """A request ended before it was finished: "abort" or "error"."""
 
 
@@ -132,7 +133,7 @@ class AsyncEngine:
     @property
     def healthy(self) -> bool:
         """Whether it takes requests."""
-        return self.accepting and self.thread.is_alive()
+        return self.accepting and self.thread.is_alive() and self.engine.core.alive
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """What `function(engine)` returns, run on the engine's thread between two steps."""
@@ -276,6 +277,8 @@ class AsyncEngine:
                 if command is None:
                     return
                 command()
+        except CoreDied as error:
+            log.error("%s: nothing more can be served", error)
         finally:
             self.loop.call_soon_threadsafe(self._stopped)
 
@@ -284,6 +287,8 @@ class AsyncEngine:
         try:
             outputs = self.engine.step()
             self.observer.stepped(outputs)
+        except CoreDied:
+            raise  # there is nothing to go on with
         except Exception as error:
             log.exception("a step failed")
             # Those that only waited are not to blame, unless nobody else can be.
@@ -300,7 +305,7 @@ class AsyncEngine:
         """End a request, if it is still there."""
         if request_id in self.engine.requests:
             self.engine.abort_request(request_id)
-            self.observer.ended(reason)
+            self.observer.ended(request_id, reason)
 
     def _carry_out(self, function: Callable[[Engine], T], future: "asyncio.Future[T]") -> None:
         """Make a call and pass on what it gives."""

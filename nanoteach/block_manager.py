@@ -51,6 +51,11 @@ class BlockManager:
         """Blocks that nobody holds."""
         return len(self.free_blocks)
 
+    @property
+    def num_reusable(self) -> int:
+        """Free blocks whose K/V may still be of use. Nobody asks for them before stage 5."""
+        return 0
+
     def allocate(self, owner: BlockOwner, num_tokens: int) -> bool:
         """Grow the owner's table until it holds `num_tokens` tokens.
 

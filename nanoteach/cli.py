@@ -81,6 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--shutdown-timeout", type=float, default=30, metavar="S",
         help="seconds that running requests have when the server is stopped",
     )  # fmt: skip
+    add_core_process(serve)
     add_engine_options(serve)
     serve.set_defaults(run=run_serve)
 
@@ -122,6 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
     load.add_argument(
         "--url", help="of a running server (NANOTEACH_API_KEY: its key); without, one is started"
     )
+    add_core_process(load)
     load.add_argument("--rates", type=float, nargs="+", metavar="R", help="requests a second")
     load.add_argument("--workload", help="random (lengths), shared (a system prompt), or chat")
     load.add_argument("--duration", type=float, metavar="S", help="seconds at each rate")
@@ -166,6 +168,15 @@ def add_engine_options(command: argparse.ArgumentParser) -> None:
     options.add_argument("--enforce-eager", action="store_true", default=None)
 
 
+def add_core_process(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
+    """Where a server's steps run."""
+    parser.add_argument(
+        "--core-process",
+        action=argparse.BooleanOptionalAction,
+        help="the server runs its steps in a process of their own (default: on a GPU)",
+    )
+
+
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Those of `add_engine_options` that were given."""
     names = [option.replace("-", "_") for option in ENGINE_OPTIONS]
@@ -178,8 +189,10 @@ def as_words(options: Mapping[str, Any]) -> list[str]:
     words = []
     for name, value in options.items():
         if value is not None:
-            values = value if isinstance(value, list) else [] if value is True else [value]
-            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+            word = name.replace("_", "-")
+            words.append(f"--no-{word}" if value is False else f"--{word}")
+            if not isinstance(value, bool):
+                words += map(str, value if isinstance(value, list) else [value])
     return words
 
 
@@ -303,7 +316,8 @@ def run_load_test(args: argparse.Namespace) -> int:
     given = {renamed.get(n, n): v for n in names if (v := getattr(args, n)) is not None}
     rates = args.rates or [1, 2, 4, 8, 16]
     engine = engine_options(args)
-    options = as_words({"model": args.model, "shape": args.shape, **engine})
+    server = {"model": args.model, "shape": args.shape, "core_process": args.core_process}
+    options = as_words({**server, **engine})
     if args.url and options:
         raise ValueError(f"a running server has its own options: leave out {options[0]}")
     key = os.environ.get("NANOTEACH_API_KEY")
@@ -341,8 +355,9 @@ def run_serve(args: argparse.Namespace) -> int:
             f"the server needs more: pip install 'nanoteach[serve]' ({error})"
         ) from error
     from nanoteach.bench.random_model import random_folder
+    from nanoteach.core_process import engine_around_process
     from nanoteach.engine import Engine
-    from nanoteach.hub import default_model
+    from nanoteach.hub import check_device, default_device, default_model
 
     if args.model and args.shape:
         raise ValueError("--model and --shape both say which model to serve: give one of them")
@@ -358,7 +373,15 @@ def run_serve(args: argparse.Namespace) -> int:
     listener = socket.create_server((args.host, args.port), family=family)
     with listener, ExitStack() as stack:
         folder = stack.enter_context(random_folder(args.shape)) if args.shape else model
-        engine = Engine(folder, **engine_options(args))
+        options = engine_options(args)
+        separate = args.core_process
+        if separate is None:
+            separate = check_device(args.device or default_device()).type == "cuda"
+        engine = (
+            stack.enter_context(engine_around_process(folder, **options))
+            if separate
+            else Engine(folder, **options)
+        )
         host, port = listener.getsockname()[:2]
         name = args.served_model_name or model
         server = make_server(

@@ -17,13 +17,14 @@ from tqdm import tqdm
 from nanoteach.config import EngineConfig, check_flag, option_names, refuse_unknown
 from nanoteach.cost_model import Clock
 from nanoteach.detokenizer import Detokenizer
+from nanoteach.engine_core import EngineCore
 from nanoteach.hub import check_device, default_device, default_model, resolve_model
 from nanoteach.loader import check_dtype, eos_token_ids, load_model, load_tokenizer
-from nanoteach.prefix_cache import PrefixCachingBlockManager
 from nanoteach.sequence import Sequence
 from nanoteach.stages import Parts, build_engine
 from nanoteach.types import (
     CompletionOutput,
+    EngineStats,
     Logprob,
     RequestOutput,
     SamplingParams,
@@ -35,29 +36,6 @@ from nanoteach.types import (
 Prompt = str | SequenceOf[int] | Mapping[str, Any]
 """A text, token ids, or vLLM's `{"prompt_token_ids": [...]}` or `{"prompt": "..."}`."""
 Message = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What the engine holds now and has done so far.
-
-    num_cached_blocks counts the free blocks that a prefix hit could still use; num_prefix_queries
-    and num_prefix_hits are tokens looked up and found, and prefix_hit_rate is their ratio;
-    batch_sizes says how many steps had how many requests.
-    """
-
-    num_blocks: int
-    num_used_blocks: int
-    num_free_blocks: int
-    num_cached_blocks: int
-    num_running: int
-    num_waiting: int
-    num_preemptions: int
-    num_computed_tokens: int
-    num_prefix_queries: int
-    num_prefix_hits: int
-    prefix_hit_rate: float
-    batch_sizes: dict[int, int]
 
 
 @dataclass
@@ -165,21 +143,26 @@ class Engine:
         self.trace = Trace() if trace else None
         decoder = load_model(folder, device, dtype, max_model_len=self.config.max_model_len)
         tokenizer, eos = load_tokenizer(folder), eos_token_ids(folder)
-        self._set_up(Parts(decoder, self.config, eos, clock, self.trace, tokenizer=tokenizer))
+        parts = Parts(decoder, self.config, eos, clock, self.trace, tokenizer=tokenizer)
+        self._set_up(build_engine(parts), tokenizer)
 
     @classmethod
     def from_parts(cls, parts: Parts) -> "Engine":
         """An engine on parts that are there already, a tokenizer among them."""
-        engine = cls.__new__(cls)
-        engine.config, engine.trace = parts.config, parts.trace
-        engine._set_up(parts)
-        return engine
-
-    def _set_up(self, parts: Parts) -> None:
         if parts.tokenizer is None:
             raise ValueError("an engine that speaks text needs a tokenizer: Parts(tokenizer=...)")
-        self.tokenizer = parts.tokenizer
-        self.core = build_engine(parts)
+        return cls.around(build_engine(parts), parts.tokenizer, parts.config)
+
+    @classmethod
+    def around(cls, core: EngineCore, tokenizer: Any, config: EngineConfig) -> "Engine":
+        """An engine on a core that is there already."""
+        engine = cls.__new__(cls)
+        engine.config, engine.trace = config, core.trace
+        engine._set_up(core, tokenizer)
+        return engine
+
+    def _set_up(self, core: EngineCore, tokenizer: Any) -> None:
+        self.core, self.tokenizer = core, tokenizer
         self.requests: dict[str, Request] = {}
         self.changed: dict[str, Request] = {}
         """Requests of `step`'s whose news it has not delivered yet."""
@@ -311,6 +294,8 @@ class Engine:
         """Run one step. Returns the added requests that got a token since the last call."""
         if not any(request.seq.finish_reason for request in self.changed.values()):
             self._advance()
+        while self.core.has_news:  # who is slower than the steps takes several together
+            self._advance()
         changed = list(self.changed.values())
         for request in changed:
             request.update()
@@ -334,23 +319,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counts of blocks, requests and tokens."""
-        scheduler = self.core.scheduler
-        manager = scheduler.block_manager
-        named = manager.name_of if isinstance(manager, PrefixCachingBlockManager) else {}
-        return EngineStats(
-            num_blocks=manager.num_blocks,
-            num_used_blocks=manager.num_blocks - manager.num_free,
-            num_free_blocks=manager.num_free,
-            num_cached_blocks=len(named.keys() & manager.free_blocks.keys()),
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_preemptions=scheduler.num_preemptions,
-            num_computed_tokens=self.core.num_computed_tokens,
-            num_prefix_queries=scheduler.num_prefix_queries,
-            num_prefix_hits=scheduler.num_prefix_hits,
-            prefix_hit_rate=scheduler.num_prefix_hits / max(1, scheduler.num_prefix_queries),
-            batch_sizes=dict(self.core.batch_sizes),
-        )
+        return self.core.stats()
 
     def check(self) -> list[str]:
         """Walk every block and every table: what is wrong, in words; empty when all is well."""

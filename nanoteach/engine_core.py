@@ -8,6 +8,7 @@ Knows: requests as token ids. Does not know: text.
 
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from nanoteach.model import Decoder
 from nanoteach.scheduler import Scheduled, Scheduler
 from nanoteach.sequence import Sequence
 from nanoteach.types import (
+    EngineStats,
     SamplingParams,
     TooLong,
     Trace,
@@ -37,6 +39,36 @@ class Runner(Protocol):
         Logprobs that a request asks for are added to it here.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a core can serve. filters: whether it has those of stage 9."""
+
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    filters: bool
+
+    def settle(self, prompt: SequenceOf[int], params: SamplingParams) -> SamplingParams:
+        """A request's parameters, complete. Raises ValueError if it could never be served."""
+        open_end = params.max_tokens is None
+        if not self.filters:
+            require_plain(params)
+        params = prepare_request(prompt, params, self.vocab_size, self.max_model_len)
+        assert params.max_tokens is not None
+        # The last token that is sampled is never computed, so it needs no place.
+        needed = blocks_needed(len(prompt) + params.max_tokens - 1, self.block_size)
+        if needed > self.num_blocks:
+            why = " (None: up to max_model_len)" if open_end else ""
+            raise TooLong(
+                f"{len(prompt)} prompt tokens and max_tokens = {params.max_tokens}{why} need "
+                f"{needed} blocks, and the whole pool has {self.num_blocks}: shorten the "
+                "prompt, lower max_tokens, or give the engine a larger pool "
+                "(kv_cache_memory_bytes or num_gpu_blocks_override)"
+            )
+        return params
 
 
 class EngineCore:
@@ -64,7 +96,10 @@ class EngineCore:
         self.eos_token_ids = tuple(eos_token_ids)
         self.clock = clock or WallClock()
         self.trace = trace
-        self.filters = filters
+        manager, vocab_size = scheduler.block_manager, runner.model.config.vocab_size
+        self.limits = Limits(
+            vocab_size, max_model_len, manager.block_size, manager.num_blocks, filters
+        )
         self.sequences: dict[str, Sequence] = {}  # all that wait or run
         self.failed: list[str] = []  # the requests that ran in the last step, if it raised
         self.num_computed_tokens = 0
@@ -74,23 +109,7 @@ class EngineCore:
         """A request, not queued yet. Raises ValueError if it could never be served."""
         if request_id in self.sequences:
             raise ValueError(f"request id {request_id!r} is in use: give each request its own")
-        vocab_size = self.runner.model.config.vocab_size
-        open_end = params.max_tokens is None
-        if not self.filters:
-            require_plain(params)
-        params = prepare_request(prompt, params, vocab_size, self.max_model_len)
-        assert params.max_tokens is not None
-        manager = self.scheduler.block_manager
-        # The last token that is sampled is never computed, so it needs no place.
-        needed = blocks_needed(len(prompt) + params.max_tokens - 1, manager.block_size)
-        if needed > manager.num_blocks:
-            why = " (None: up to max_model_len)" if open_end else ""
-            raise TooLong(
-                f"{len(prompt)} prompt tokens and max_tokens = {params.max_tokens}{why} need "
-                f"{needed} blocks, and the whole pool has {manager.num_blocks}: shorten the "
-                "prompt, lower max_tokens, or give the engine a larger pool "
-                "(kv_cache_memory_bytes or num_gpu_blocks_override)"
-            )
+        params = self.limits.settle(prompt, params)
         return Sequence(request_id, list(prompt), params)
 
     def queue(self, seq: Sequence) -> None:
@@ -169,6 +188,16 @@ class EngineCore:
                 del self.sequences[seq.request_id]
         return changed
 
+    @property
+    def alive(self) -> bool:
+        """Whether it can go on. In a process of its own (stage 10) it may have died."""
+        return True
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a step is done already, so that `step` will not wait: there alone."""
+        return False
+
     def generate(
         self,
         prompts: SequenceOf[SequenceOf[int]],
@@ -190,6 +219,25 @@ class EngineCore:
             for seq in seqs:
                 self.abort_request(seq.request_id)
         return [seq.output_token_ids for seq in seqs]
+
+    def stats(self) -> EngineStats:
+        """Counts of blocks, requests and tokens."""
+        scheduler = self.scheduler
+        manager = scheduler.block_manager
+        return EngineStats(
+            num_blocks=manager.num_blocks,
+            num_used_blocks=manager.num_blocks - manager.num_free,
+            num_free_blocks=manager.num_free,
+            num_cached_blocks=manager.num_reusable,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_preemptions=scheduler.num_preemptions,
+            num_computed_tokens=self.num_computed_tokens,
+            num_prefix_queries=scheduler.num_prefix_queries,
+            num_prefix_hits=scheduler.num_prefix_hits,
+            prefix_hit_rate=scheduler.num_prefix_hits / max(1, scheduler.num_prefix_queries),
+            batch_sizes=dict(self.batch_sizes),
+        )
 
     def check(self) -> list[str]:
         """What is wrong inside, in words; empty when all is well."""

@@ -3,14 +3,14 @@
 Knows: what is counted, and in which buckets. Does not know: who asks, or how steps are run.
 """
 
+import itertools
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from nanoteach.async_engine import Observer
-from nanoteach.engine import EngineStats
-from nanoteach.types import RequestOutput
+from nanoteach.types import EngineStats, RequestOutput
 
 PREFIX = "nanoteach:"
 SECONDS = (
@@ -24,6 +24,7 @@ class Metrics(Observer):
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.told: dict[str, int] = {}  # tokens of each request that were counted
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(PREFIX + name, text, labels, registry=self.registry)
@@ -40,21 +41,24 @@ class Metrics(Observer):
 
     def stepped(self, outputs: list[RequestOutput]) -> None:
         """See `Observer.stepped`."""
-        self.generation_tokens.inc(len(outputs))
         for output in outputs:
             times, first = output.token_times, output.time_to_first_token
+            told = self.told.get(output.request_id, 0)
+            self.told[output.request_id] = len(times)
+            self.generation_tokens.inc(len(times) - told)
             assert first is not None
-            if len(times) == 1:
+            if told == 0:
                 self.first.observe(first)
                 self.prompt_tokens.inc(len(output.prompt_token_ids))
-            else:
-                self.next.observe(times[-1] - times[-2])
+            for before, time in itertools.pairwise(times[max(0, told - 1) :]):
+                self.next.observe(time - before)
             if output.finished:
                 self.whole.observe(first + times[-1] - times[0])
-                self.success.labels(output.outputs[0].finish_reason).inc()
+                self.ended(output.request_id, str(output.outputs[0].finish_reason))
 
-    def ended(self, reason: str) -> None:
+    def ended(self, request_id: str, reason: str) -> None:
         """See `Observer.ended`."""
+        self.told.pop(request_id, None)
         self.success.labels(reason).inc()
 
     def render(self, stats: EngineStats) -> bytes:

@@ -40,6 +40,11 @@ class PrefixCachingBlockManager(BlockManager):
         """Blocks with a name, held or free."""
         return len(self.name_of)
 
+    @property
+    def num_reusable(self) -> int:
+        """Of these, the free ones."""
+        return len(self.name_of.keys() & self.free_blocks.keys())
+
     def names(self, seq: Sequence, num_blocks: int) -> list[bytes]:
         """The names of the request's first full blocks, each computed once."""
         known = seq.block_hashes

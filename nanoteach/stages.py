@@ -326,7 +326,12 @@ def build_judged(parts: Parts) -> Generator:
 COURSE = [
     *LADDER,
     Stage(9, "sampling", ("sampling_filters", "sampling_tail"), build_engine),
-    Stage(10, "serving", ("async_engine", "metrics", "protocol", "server"), build_served),
+    Stage(
+        10,
+        "serving",
+        ("async_engine", "core_process", "metrics", "protocol", "server"),
+        build_served,
+    ),
     Stage(11, "does_the_model_match_reality", (), build_judged),
 ]
 """All that the course builds. What comes after the ladder does more, and is not faster."""

@@ -250,6 +250,29 @@ class RequestOutput:
         return [b - a for a, b in itertools.pairwise(self.token_times)]
 
 
+@dataclass(frozen=True)
+class EngineStats:
+    """What the engine holds now and has done so far.
+
+    num_cached_blocks counts the free blocks that a prefix hit could still use; num_prefix_queries
+    and num_prefix_hits are tokens looked up and found, and prefix_hit_rate is their ratio;
+    batch_sizes says how many steps had how many requests.
+    """
+
+    num_blocks: int
+    num_used_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_computed_tokens: int
+    num_prefix_queries: int
+    num_prefix_hits: int
+    prefix_hit_rate: float
+    batch_sizes: dict[int, int]
+
+
 class Event(NamedTuple):
     """One line of a trace. `kind` says how to read `data`.
 

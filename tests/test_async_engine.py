@@ -251,7 +251,7 @@ def test_a_step_that_raises_ends_its_requests_and_no_others(
     ended: list[str] = []
 
     class Ears(Observer):
-        def ended(self, reason: str) -> None:
+        def ended(self, request_id: str, reason: str) -> None:
             ended.append(reason)
 
     right, calls = engine.core.runner.execute, 0

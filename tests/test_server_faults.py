@@ -19,7 +19,7 @@ import openai
 import pytest
 from fakes import save_random_model
 
-from nanoteach import cli
+from nanoteach import cli, core_process
 from nanoteach.engine import Engine
 from nanoteach.server import Server, running
 
@@ -31,13 +31,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("model"))
 
 
+OPTIONS: dict[str, Any] = {
+    "device": "cpu", "block_size": 4, "num_gpu_blocks_override": 400, "max_num_seqs": 32
+}  # fmt: skip
+
+
 @pytest.fixture
 def engine(folder: Path) -> Iterator[Engine]:
-    engine = Engine(
-        folder, device="cpu", block_size=4, num_gpu_blocks_override=400, max_num_seqs=32
-    )
+    engine = Engine(folder, **OPTIONS)
     yield engine
     assert_idle(engine)
+
+
+@pytest.fixture
+def engine_around_process(folder: Path) -> Iterator[Engine]:
+    with core_process.engine_around_process(folder, **OPTIONS) as engine:
+        yield engine
+        assert_idle(engine)
 
 
 def assert_idle(engine: Engine) -> None:
@@ -62,7 +72,9 @@ def body(max_tokens: int, **others: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_200_streams_of_which_a_third_disconnect(engine: Engine) -> None:
+@pytest.mark.parametrize("kind", ["engine", "engine_around_process"])
+def test_200_streams_of_which_a_third_disconnect(kind: str, request: pytest.FixtureRequest) -> None:
+    engine: Engine = request.getfixturevalue(kind)
     rng = random.Random(0)
 
     async def one(client: httpx.AsyncClient, i: int) -> int | None:
@@ -211,11 +223,11 @@ def test_memory_is_steady_over_2000_requests(engine: Engine) -> None:
 def server(
     folder: Path, request: pytest.FixtureRequest
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`nanoteach serve` as a process of its own; its parameter is the shutdown timeout."""
+    """`nanoteach serve` as a process of its own; its parameter is further options."""
     command = [
         sys.executable, "-m", "nanoteach", "serve", "--model", str(folder), "--port", "0",
         "--served-model-name", "tiny", "--device", "cpu", "--num-gpu-blocks-override", "800",
-        "--shutdown-timeout", getattr(request, "param", "2"),
+        "--shutdown-timeout", "2", *getattr(request, "param", ()),
     ]  # fmt: skip
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
@@ -229,6 +241,7 @@ def server(
         process.kill()
 
 
+@pytest.mark.parametrize("server", [(), ("--core-process",)], indirect=True)
 def test_sigterm_under_load_finishes_the_short_and_ends_the_long(
     server: tuple[subprocess.Popen[str], str],
 ) -> None:
@@ -270,7 +283,11 @@ def test_sigterm_under_load_finishes_the_short_and_ends_the_long(
     assert process.stderr and process.stderr.read() == ""
 
 
-@pytest.mark.parametrize("server", ["3000"], indirect=True)
+@pytest.mark.parametrize(
+    "server",
+    [("--shutdown-timeout", "3000"), ("--shutdown-timeout", "3000", "--core-process")],
+    indirect=True,
+)
 def test_a_second_ctrl_c_ends_it_now(server: tuple[subprocess.Popen[str], str]) -> None:
     process, url = server
 

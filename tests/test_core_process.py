@@ -1,0 +1,213 @@
+"""The core in a process of its own: the same tokens, and what may happen to either side."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fakes import save_random_model
+
+from nanoteach.async_engine import AsyncEngine, EngineStopped, StepFailed
+from nanoteach.config import EngineConfig
+from nanoteach.core_process import CoreDied, CoreProcess, build_core, engine_around_process
+from nanoteach.engine import Engine
+from nanoteach.engine_core import EngineCore
+from nanoteach.loader import load_tokenizer
+from nanoteach.metrics import Metrics
+from nanoteach.server import running
+from nanoteach.types import SamplingParams
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu", "block_size": 4, "num_gpu_blocks_override": 300, "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Iterator[Engine]:
+    with engine_around_process(folder, **OPTIONS) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    yield shared
+    assert shared.requests == {} and shared.core.sequences == {}
+    assert shared.check() == [] and shared.stats().num_used_blocks == 0
+
+
+def build_faulty(folder: Path, at: int) -> EngineCore:
+    """A core whose step number `at` raises."""
+    core = build_core(folder, OPTIONS)
+    right, calls = core.runner.execute, itertools.count(1)
+
+    def execute(scheduled: Any) -> Any:
+        if next(calls) == at:
+            raise RuntimeError("planted")
+        return right(scheduled)
+
+    core.runner.execute = execute  # type: ignore[method-assign]
+    return core
+
+
+def some(max_tokens: int, **others: Any) -> SamplingParams:
+    return SamplingParams(max_tokens, ignore_eos=True, **others)
+
+
+def test_it_gives_what_an_engine_gives(engine: Engine, folder: Path) -> None:
+    prompts = [f"{i} " + "and so it went on " * (i % 4) for i in range(30)]
+    params = [
+        some(40, stop=[*"ABCDEFGHIJKLMNOPabcdefghi", "xyz"]) if i % 3 == 0
+        else some(30, temperature=0.9, top_k=20, top_p=0.9, seed=i, logprobs=2) if i % 3 == 1
+        else some(25)
+        for i in range(30)
+    ]  # fmt: skip
+    here = Engine(folder, **OPTIONS).generate(prompts, params, use_tqdm=False)
+    there = engine.generate(prompts, params, use_tqdm=False)
+    assert [out.outputs[0].finish_reason for out in here].count("stop") > 3
+    for a, b in zip(here, there, strict=True):
+        (left,), (right,) = a.outputs, b.outputs
+        assert (left.text, left.token_ids) == (right.text, right.token_ids)
+        assert left.finish_reason == right.finish_reason
+        # Batches are others where requests arrive one by one, and so is rounding.
+        assert left.cumulative_logprob == pytest.approx(right.cumulative_logprob, abs=1e-4)
+        assert left.logprobs is None or len(right.logprobs or ()) == len(left.logprobs)
+    for out in there:
+        assert len(out.token_times) == len(out.outputs[0].token_ids)
+        assert out.time_to_first_token is not None and out.time_to_first_token > 0
+
+
+def test_a_stream_and_its_end(engine: Engine) -> None:
+    texts = [out.outputs[0].text for out in engine.stream("b", some(12))]
+    assert len(texts) == 12 and all(b.startswith(a) for a, b in itertools.pairwise(texts))
+    for _ in engine.stream("b", some(1000)):
+        break  # closes it, and so aborts the request over there, too
+
+
+def test_what_cant_be_served_is_refused_here(engine: Engine) -> None:
+    for prompt, params, word in (
+        ("", some(1), "empty"),
+        ("b", some(3000), "max_model_len"),
+        ([10**6], some(1), "no token id"),
+        ("b" * 1000, some(900), "whole pool"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            engine.add_request("x", prompt, params)
+
+
+def test_an_id_may_come_again_while_news_of_its_first_use_come(engine: Engine) -> None:
+    (expected,) = engine.generate("abc", some(30), use_tqdm=False)
+    for _ in range(5):
+        engine.add_request("x", "another text", some(500))
+        engine.step()
+        engine.abort_request("x")
+    engine.add_request("x", "abc", some(30))
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+    assert outputs[0].outputs == expected.outputs
+
+
+def test_who_is_slow_gets_several_tokens_together_and_all_are_counted(engine: Engine) -> None:
+    metrics, steps = Metrics(), 0
+    for i in range(4):
+        engine.add_request(str(i), "abc", some(50))
+    while engine.has_unfinished_requests():
+        time.sleep(0.05)
+        metrics.stepped(engine.step())
+        steps += 1
+    assert steps < 25
+    text = metrics.render(engine.stats()).decode()
+    assert "nanoteach:generation_tokens_total 200.0" in text
+    assert "nanoteach:prompt_tokens_total 12.0" in text
+    assert "nanoteach:time_to_first_token_seconds_count 4.0" in text
+    assert "nanoteach:inter_token_latency_seconds_count 196.0" in text
+    assert metrics.told == {}
+
+
+def test_both_may_send_much_at_once(folder: Path) -> None:
+    """More than a pipe takes, in both directions, while nobody reads here."""
+    options = {**OPTIONS, "num_gpu_blocks_override": 20_000, "max_num_seqs": 64}
+    with engine_around_process(folder, **options) as engine:
+        for i in range(64):
+            engine.add_request(f"long {i}", "b", some(1900))
+        time.sleep(3)  # its news fill the pipe
+        for i in range(400):
+            engine.add_request(str(i), "b" * 2000, some(1))
+            engine.abort_request(str(i))
+        engine.abort_request([f"long {i}" for i in range(64)])
+        assert engine.check() == [] and engine.stats().num_used_blocks == 0
+
+
+def test_a_mistake_in_its_making_is_told(folder: Path) -> None:
+    for options, word in (({"max_model_len": 0}, "max_model_len"), ({"device": "gpu"}, "device")):
+        with pytest.raises(ValueError, match=word), engine_around_process(folder, **options):
+            pass
+
+
+def test_a_step_that_raises_ends_its_requests_and_no_others(folder: Path) -> None:
+    """8 run, 4 wait; the sixth step raises. The 8 get an error, the 4 their tokens."""
+    core = CoreProcess(partial(build_faulty, folder, 6))
+    engine = Engine.around(core, load_tokenizer(folder), EngineConfig(max_num_seqs=8))
+
+    async def main() -> None:
+        async with AsyncEngine(engine) as async_engine:
+            stream = await async_engine.open(["b"] * 12, some(12))
+            with pytest.raises(StepFailed, match="planted"):
+                async for _ in stream:
+                    pass
+            failed = set(stream.request_ids) - engine.requests.keys()
+            assert len(failed) == 8
+            async_engine.close(stream)
+            again = [out async for out in async_engine.generate("b", some(12))]
+            assert len(again[-1].outputs[0].token_ids) == 12
+            assert async_engine.healthy
+            assert await async_engine.call(Engine.check) == []
+
+    try:
+        asyncio.run(main())
+    finally:
+        core.close()
+    assert not core.alive
+
+
+def test_if_the_process_dies_nobody_waits_for_ever(folder: Path) -> None:
+    with engine_around_process(folder, **OPTIONS) as engine:
+
+        async def main() -> None:
+            async with AsyncEngine(engine) as async_engine:
+                stream = await async_engine.open(["b"], some(1100))
+                await anext(stream)
+                assert isinstance(engine.core, CoreProcess)
+                engine.core.process.kill()
+                with pytest.raises(EngineStopped, match="has stopped"):
+                    while True:
+                        await asyncio.wait_for(anext(stream), 10)
+                with pytest.raises(EngineStopped):
+                    await async_engine.open(["b"])
+                assert not async_engine.healthy
+
+        asyncio.run(main())
+        with pytest.raises(CoreDied, match="exit code -9"):
+            engine.check()
+
+
+def test_a_server_whose_process_died_says_so(folder: Path) -> None:
+    with engine_around_process(folder, **OPTIONS) as engine, running(engine) as url:
+        wanted = {"model": "tiny", "prompt": "b", "max_tokens": 3}
+        assert httpx.post(f"{url}/v1/completions", json=wanted).status_code == 200
+        assert isinstance(engine.core, CoreProcess)
+        engine.core.process.kill()
+        engine.core.process.join()
+        assert httpx.get(f"{url}/health").status_code == 503
+        answer = httpx.post(f"{url}/v1/completions", json=wanted)
+        assert answer.status_code == 503 and "stopped" in answer.json()["error"]["message"]
