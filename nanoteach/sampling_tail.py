@@ -5,8 +5,9 @@ For requests that ask for more, what follows the last layer is done again: the s
 are computed, filtered and drawn from, and the new tokens take the place of the step's own before
 anybody reads them, the next step among them.
 
-What is done with the scores is some 40 launches, which take the host longer than the device. So it
-is a graph, too, or rather one for each of a few numbers of rows. Requests go through in slices.
+What is done with the scores is some 40 launches, which, for one request, take the host longer than
+the device. So it is a graph, too, or rather one for each of a few numbers of rows. Requests go
+through in slices.
 
 Nothing here may ask the device for a value, as `.item()` or an index of bools does: that would
 wait for the step. Inputs come from pinned memory and results go to it, in two copies that take
