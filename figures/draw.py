@@ -21,6 +21,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from experiments import PREDICTIONS, Experiments, missing
 
+from nanoteach.course import pictures_10
 from nanoteach.course.pictures import STYLE
 from nanoteach.results import RESULTS, recorded, source_hash
 
@@ -28,6 +29,8 @@ HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 REALITY = HERE.parent / "notes" / "reality.md"
 MODELS = ("tiny", "smollm2-135m")
+FIRST_TOKEN = 0.5
+"""Seconds: the load tests' limit for 99 of 100 first tokens. At 1 every rate but one held."""
 OURS, THEIRS, TEXT = "#2a6f97", "#b8bec6", "#3a3f45"
 
 
@@ -161,6 +164,39 @@ def gpu_table() -> str:
     return "\n".join(lines)
 
 
+def load_claims() -> str:
+    """What the load tests on the GPU came to."""
+    loads = pictures_10.recorded_loads(FIRST_TOKEN)
+    whole, _, single = loads.values()
+    machine = whole["environment"]
+    lines = [
+        f"`{whole['command']}` on one {machine['gpu']}, {machine['date']}, and the same with "
+        f"other options: random weights of Qwen3-0.6B's shape, {whole['duration']:g} seconds of "
+        f"Poisson arrivals at each rate. The knee: 99 of 100 first tokens within {FIRST_TOKEN:g} "
+        "s, and as many requests out as in.",
+        "",
+        "| | knee | requests a second | TTFT p50, ms | p99 | ITL p50, ms | p99 |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, load in loads.items():
+        for level in load["levels"]:
+            if level["rate"] in (32, 64):
+                times = (1e3 * level[k][q] for k in ("ttft", "itl") for q in ("p50", "p99"))
+                lines.append(
+                    f"| {name} | {load['knee']:g} | {level['rate']:g} | "
+                    + " | ".join(f"{time:,.1f}" for time in times)
+                    + " |"
+                )
+    top = whole["levels"][-1]
+    alone = next(level for level in single["levels"] if level["rate"] == top["rate"])
+    lines += [
+        "",
+        f"With {top['offered']:.0f} requests a second, {top['completed']:.0f} are served with the "
+        f"steps in a process of their own, and {alone['completed']:.0f} without.",
+    ]
+    return "\n".join(lines)
+
+
 def scheduler_line() -> str:
     """What deciding takes of a decode step, with what it ran on."""
     found = recorded("scheduler")
@@ -190,6 +226,8 @@ def outputs() -> dict[Path, str]:
         readme = fill(readme, f"ladder-{model}", ladder_table(model))
     readme = fill(readme, "scheduler", scheduler_line())
     readme = fill(readme, "gpu", gpu_table())
+    readme = fill(readme, "load", load_claims())
+    load = pictures_10.latency_against_load(pictures_10.recorded_loads(FIRST_TOKEN))
     made: dict[Path, str] = {}
     if not {"experiments_h200", "engines_h200"} & {*missing()}:
         experiments = Experiments()
@@ -201,6 +239,7 @@ def outputs() -> dict[Path, str]:
     return made | {
         HERE / "ladder.svg": draw_ladders(),
         HERE / "ladder_h200.svg": draw_gpu_ladder(),
+        HERE / "load_h200.svg": course_svg(load),
         README: readme,
     }
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.lines import Line2D
 
+from nanoteach.bench.serve import Level, knee
 from nanoteach.course.pictures import (
     BLUE,
     GREEN,
@@ -26,7 +27,7 @@ from nanoteach.course.pictures import (
     lanes,
     say,
 )
-from nanoteach.results import RESULTS, recorded
+from nanoteach.results import recorded
 
 STYLES = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"))
 
@@ -34,12 +35,34 @@ Loads = Mapping[str, Mapping[str, Any]]
 """Load tests by name: what `LoadTest.result` gives."""
 
 
-def recorded_loads() -> dict[str, dict[str, Any]]:
-    """The load tests of a GPU, by token budget; none where they are not recorded yet."""
+def within(load: Mapping[str, Any], ttft_limit: float) -> dict[str, Any]:
+    """A load test as another limit for the first token would have judged it."""
+    limits = {**load["limits"], "ttft": ttft_limit}
+    levels = [{**level, "goodput": goodput(level["samples"], limits)} for level in load["levels"]]
+    found = knee([Level(**level) for level in levels], ttft_limit)
+    return {**load, "limits": limits, "levels": levels, "knee": found}
+
+
+def goodput(samples: Mapping[str, SequenceOf[float]], limits: Mapping[str, float]) -> float:
+    """Requests a second that met both limits, from the first arrival to the last token."""
+    good = sum(
+        ttft <= limits["ttft"] and (e2e - ttft) / max(1, tokens - 1) <= limits["itl"]
+        for ttft, e2e, tokens in zip(
+            samples["ttft"], samples["e2e"], samples["tokens"], strict=True
+        )
+    )
+    return good / max(due + e2e for due, e2e in zip(samples["due"], samples["e2e"], strict=True))
+
+
+def recorded_loads(ttft_limit: float) -> dict[str, dict[str, Any]]:
+    """The load tests of a GPU: two budgets, and the larger one in a single process."""
     return {
-        f"steps of up to {int(budget):,} tokens": recorded(f"load_h200_{budget}")
-        for budget in ("512", "8192")
-        if (RESULTS / f"load_h200_{budget}.json").is_file()
+        name: within(recorded(f"load_h200_{file}"), ttft_limit)
+        for name, file in (
+            ("steps of up to 8,192 tokens", "8192"),
+            ("up to 512", "512"),
+            ("up to 8,192, all in one process", "one_process"),
+        )
     }
 
 
@@ -126,7 +149,10 @@ def latency_against_load(loads: Loads) -> Picture:
             (LINE, "--", "the limit; all that arrive"),
         )
     ]  # fmt: skip
-    figure.legend(handles=keys, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    columns = 5 if len(keys) <= 5 else 3
+    figure.legend(
+        handles=keys, loc="outside lower center", ncols=columns, frameon=False, fontsize=8
+    )
     return figure
 
 
