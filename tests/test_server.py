@@ -6,6 +6,7 @@ Faults are in test_server_faults.py.
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 from test_detokenizer import KINDS, tokenizer_of, whole
 
+from nanoteach.core_process import engine_around_process
 from nanoteach.engine import Engine
 from nanoteach.protocol import ChatRequest, CompletionRequest, token_fields
 from nanoteach.server import running
@@ -587,10 +589,19 @@ def test_chunks_joined_are_the_text(echo: tuple[Any, openai.OpenAI], data: st.Da
 # --- the same as transformers ------------------------------------------------------------------
 
 
-def test_greedy_over_http_is_transformers_for_64_at_once() -> None:
-    work = workload("tiny")
-    engine = Engine("tiny", device="cpu", max_model_len=512)
-    decode = engine.tokenizer.decode
+@pytest.mark.parametrize("core", ["here", "in a process of its own"])
+def test_greedy_over_http_is_transformers_for_64_at_once(core: str) -> None:
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": 512}
+    with ExitStack() as stack:
+        if core == "here":
+            engine = Engine("tiny", **options)
+        else:
+            engine = stack.enter_context(engine_around_process("tiny", **options))
+        check_greedy(engine)
+
+
+def check_greedy(engine: Engine) -> None:
+    work, decode = workload("tiny"), engine.tokenizer.decode
 
     async def ask(client: openai.AsyncOpenAI, i: int) -> str:
         params = work.params[i]
