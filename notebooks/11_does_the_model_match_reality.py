@@ -753,15 +753,15 @@ for metric, before, after in (
 # **Where it fails.** Small steps. Its overhead is one number, and belongs to a decode step of one
 # request; a prompt of 256 tokens has other kernels, and more of the host. So it promises too much
 # of whatever makes steps small, such as prefix caching and chunked prefill, and does not see what
-# they cost: by the last line above, chunks make first tokens come *sooner*. Batches from 4 to 32,
+# they cost: it says in the last line that chunks bring first tokens *sooner*. Batches from 4 to 32,
 # whose products read weights slower than one row does. And every engine without graphs, whose steps
 # cost what their launches cost.
 #
 # **What stays unresolved**, by the list above:
 #
-# - *Prefixes from the cache.* The watched steps had none. Hashes, look-ups, attention over tokens
-#   that lie there already: one of these takes time that we have not measured, and more of it the
-#   smaller the pool.
+# - *Prefixes from the cache.* The watched steps had none, and `mixed reuse` has four requests at a
+#   time and not sixteen. Hashes, look-ups, attention over tokens that lie there already: something
+#   takes time that we have not measured, and more of it the smaller the pool.
 # - *The plain loop.* Its host works between two steps and not beside one. For how long was not
 #   measured.
 # - *16 x 256 packed, and a prompt of 3,072.* They take longer than other steps of as many tokens or
