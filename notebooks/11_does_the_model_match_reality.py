@@ -759,7 +759,7 @@ for metric, before, after in (
 #
 # **What stays unresolved**, by the list above:
 #
-# - *Prefixes from the cache.* The watched steps had none, and `mixed reuse` has four requests at a
+# - *Prefixes from the cache.* The watched steps had none, and *mixed reuse* has four requests at a
 #   time and not sixteen. Hashes, look-ups, attention over tokens that lie there already: something
 #   takes time that we have not measured, and more of it the smaller the pool.
 # - *The plain loop.* Its host works between two steps and not beside one. For how long was not
