@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from watched import by_watched_steps
+
 from nanoteach.bench.cases import EXPERIMENTS
 from nanoteach.bench.causes import MISS, cause_of
 from nanoteach.bench.recording import FEW, MANY, PROMPTS, Judged, Recording
@@ -42,13 +44,18 @@ class Experiments:
             row._replace(bound=rounded(row.bound), calibrated=rounded(row.calibrated))
             for row in recording.judge(self.model)
         ]
+        self.watched = by_watched_steps(recording, self.model)
         self.evidence = Evidence(recording, self.judged)
         there = (RESULTS / f"{FILES[2]}.json").is_file()
         self.dram = [Row(**row) for row in recorded(FILES[2])["rows"]] if there else []
 
     def predictions(self) -> str:
         """All predictions as a file: what the calibrated model is, and each point."""
-        rows = [row._asdict() | {"cause": cause_of(row, self.recording)} for row in self.judged]
+        rows = [
+            row._asdict()
+            | {"cause": cause_of(row, self.recording), "watched": self.by_watched(row)}
+            for row in self.judged
+        ]
         return json.dumps(
             {
                 "command": "python figures/draw.py",
@@ -60,6 +67,16 @@ class Experiments:
             },
             indent=1,
         ) + "\n"  # fmt: skip
+
+    def by_watched(self, row: Judged) -> float | None:
+        """What the watched steps say of this point; None where its engine's were not watched."""
+        said = self.watched.get((row.case, row.metric))
+        return None if said is None else rounded(said)
+
+    def open(self, row: Judged) -> bool:
+        """Whether the watched steps' own times do not account for it either."""
+        said = self.by_watched(row)
+        return said is not None and abs(said / row.measured - 1) > MISS
 
     def figures(self, svg: Callable[[Any], str]) -> dict[Path, str]:
         """Every figure whose experiment was recorded."""
@@ -106,10 +123,17 @@ class Experiments:
         graphs = [row for row in self.judged if not row.fitted and not self.launched(row)]
         near = [row for row in graphs if abs(row.error) <= MISS]
         bound = [row for row in graphs if abs(row.bound_error) <= MISS]
-        known = [row for row in graphs if cause_of(row, self.recording)]
+        missed = [row for row in graphs if cause_of(row, self.recording)]
+        still = sum(self.open(row) for row in missed)
+        others = len(graphs) - len(near)
+        whose = f"each of the other {others}"
+        if len(missed) < others:
+            whose = f"{len(missed)} of the other {others}"
         return (
             f"Of the {len(graphs)} others on stage 8, {len(near)} are within {MISS:.0%} (the "
-            f"bound: {len(bound)}), and {len(known)} of the rest have a cause that was measured."
+            f"bound: {len(bound)}). For {whose}, measured steps show where time goes; with those "
+            f"steps' own times in the model, {len(missed) - still} of them come within {MISS:.0%}, "
+            f"and {still} stay open."
         )
 
     def launched(self, row: Judged) -> bool:
@@ -194,7 +218,19 @@ class Experiments:
             some = ", ".join(points[:3]) + (f" and {count - 3} more" if count > 3 else "")
             what = f"{cause}." if cause else "unresolved: no measurement of ours explains it."
             lines += ["", f"Missed by more than {MISS:.0%}: {some}. {what[0].upper()}{what[1:]}"]
-        return lines
+        return lines + self.still_open(missed)
+
+    def still_open(self, missed: list[Judged]) -> list[str]:
+        """Which of these misses remain where every step takes as long as the nearest watched."""
+        tested = [row for row in missed if self.by_watched(row) is not None]
+        left = []
+        for row in filter(self.open, tested):
+            error = self.watched[row.case, row.metric] / row.measured - 1
+            left.append(f"{row.case} ({row.metric}, {error:+.0%})")
+        if not tested:
+            return []
+        words = f"{len(left)} stay open: {', '.join(left)}." if left else "none stays open."
+        return ["", f"With the watched steps' own times, of these {len(tested)}, {words}"]
 
 
 def cells(row: Row, judged: Judged | None) -> str:

@@ -457,3 +457,28 @@ def test_no_model_gives_tokens_to_those_who_sample() -> None:
     core.add_request("a", [1] * 5)
     assert core.step() == []  # three of five tokens
     assert [seq.output_token_ids for seq in core.step()] == [[0]]
+
+
+def test_on_the_watched_clock_a_watched_step_takes_as_long_as_it_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "figures"))
+    from watched import WatchedClock, WatchedSteps
+
+    recording = Recording.of("experiments_h200", "engines_h200")
+    assert recording is not None
+    model = recording.calibrated()
+    steps = WatchedSteps(recording, model)
+    mixed = [Work(1, 150)] * 16 + [Work(240, 1000, False)]
+    for name, work in (
+        ("batch 16", [Work(1, 1074)] * 16),
+        ("prompts 1 x 1,024", [Work(1024, 0)]),
+        ("16 decodes and 240 of a prompt", mixed),
+    ):
+        clock = WatchedClock(
+            recording.model, model.hardware, recording.bytes_per_value, model.overhead, steps=steps
+        )
+        clock.tick(work)
+        assert clock.now() == pytest.approx(recording.median(f"kernels, {name}", "step") / 1e6)
+    assert steps.nearest([Work(1, 9)] * 20) == steps.decodes[16]
+    assert steps.nearest([Work(100, 0)] * 8) == steps.prompts[1024]

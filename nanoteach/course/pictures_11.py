@@ -106,9 +106,9 @@ def bars(
     axes.tick_params(left=False)
 
 
-def key(figure: Picture, text: str = "") -> None:
-    """What the marks mean, over the picture."""
-    marks = "blue: measured · grey tick: bound · orange diamond: calibrated model"
+def key(figure: Picture, text: str = "", measured: str = "blue", bound: str = "grey tick") -> None:
+    """What the marks mean, over the picture. measured, bound: what shows them in this one."""
+    marks = f"{measured}: measured · {bound}: bound · orange diamond: calibrated model"
     figure.suptitle(f"{text + '; ' if text else ''}{marks}", x=0.01, ha="left", fontsize=8.5)
 
 
@@ -163,7 +163,7 @@ def prefill(found: Evidence) -> Picture:
                 axes.plot(x, predicted * rate, "D", color=ORANGE, ms=5)
             what = row.workload.removeprefix("prefill ").replace(" x ", "×")
             if x in labelled:  # another has as many tokens: its label stands under it
-                say(axes, x * 0.92, row.median * rate, what, colour, ha="right")
+                say(axes, x * 0.92, row.median * rate + 12, what, colour, ha="right")
             else:
                 say(axes, x, row.median * rate - 38, what, colour, ha="center")
             labelled.add(x)
@@ -174,14 +174,17 @@ def prefill(found: Evidence) -> Picture:
         rates = [row.median for row in products]
         axes.plot(sizes, rates, "s-", color=GREEN, ms=4, lw=1, label="the layers' products alone")
     ceiling = found.recording.hardware.flops / 1e12
-    axes.axhline(ceiling, color=LINE, lw=1.5, label=f"a square product: {ceiling:.0f}, the bound")
+    square = found.row("a square product", "rate")
+    now = f"; in this run {square.median:.0f}" if square else ""
+    words = f"the bound, a square product: {ceiling:.0f}{now}"
+    axes.axhline(ceiling, color=LINE, lw=1.5, label=words)
     axes.set_xscale("log", base=2)
     axes.set_ylim(0, ceiling * 1.08)
     axes.set_ylabel("TFLOP/s")
     axes.set_xlabel("tokens in the step")
     ticks = [256, 512, 1024, 2048, 4096, 16_384]
     axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
-    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0.0, 0.93))
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
     axes.set_title("A · cold prompts: arithmetic that is reached (orange: calibrated model)")
     return figure
 
@@ -198,7 +201,7 @@ def context(found: Evidence) -> Picture:
     axes.set_xlabel("tokens of the prompt; 1,024 are generated")
     axes.set_ylabel("tokens/s")
     axes.set_title("B · one request, over its context")
-    key(figure)
+    key(figure, bound="grey line")
     return figure
 
 
@@ -234,7 +237,7 @@ def batch(found: Evidence) -> Picture:
     right.set_title("% of time in prompts' steps")
     said = f"from {first} on a whole run is no decode speed" if first else ""
     right.set_xlabel(f"requests at once\n{said}")
-    key(figure)
+    key(figure, measured="blue and purple", bound="grey line")
     return figure
 
 
@@ -279,7 +282,7 @@ def packed(found: Evidence) -> Picture:
     left.set_title("thousand prompt tokens/s")
     right.set_title("median TTFT, ms")
     left.legend(frameon=False, fontsize=8, loc="lower right")
-    key(figure)
+    key(figure, measured="blue and red", bound="grey line")
     return figure
 
 
@@ -395,29 +398,33 @@ def pairs(found: Evidence, metric: str, starts: tuple[str, str], title: str) -> 
     cases = [case for case, name in found.recording.rows if name == metric]
     cases = [case for case in cases if case.split(", ", 1)[0] in starts]
     labels = list(dict.fromkeys(case.split(", ", 1)[1] for case in cases))
-    least = min((row.median for case in cases if (row := found.row(case, metric))), default=1.0)
+    least = min(
+        (min(row.samples) for case in cases if (row := found.row(case, metric))), default=1.0
+    )
+    edge = least / 3  # of the axis: left of all samples there is room for a number in each bar
     for case in cases:
         start, label = case.split(", ", 1)
         y = labels.index(label) + (0.19 if start == starts[1] else -0.19)
         row = found.row(case, metric)
         if row is None:
-            say(axes, least / 2, y, " refused", BLUE if start == starts[0] else RED)
+            say(axes, edge, y, " refused", BLUE if start == starts[0] else RED)
             continue
         axes.barh(y, row.median, height=0.36, color=RED if start == starts[1] else BLUE)
+        axes.plot([min(row.samples), max(row.samples)], [y, y], color=TEXT, lw=1)
         if row.bound:
             axes.plot(row.bound, y, "|", color=LINE, ms=12, mew=2.5)
         if model := found.calibrated(row.workload, metric):
             axes.plot(model, y, "D", color=ORANGE, ms=5)
-        say(axes, row.median * 0.97, y, number(row.median), "white", ha="right")
+        say(axes, edge, y, f" {number(row.median)}", "white")
     axes.set_xscale("log")
-    axes.set_xlim(left=least / 2)
+    axes.set_xlim(left=edge)
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     for start, colour in zip(starts, (BLUE, RED), strict=True):
         axes.barh(0, 0, color=colour, label=start)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axes.set_title(f"{title} (logarithmic)")
-    key(figure)
+    key(figure, measured="blue and red")
     return figure
 
 
@@ -508,7 +515,7 @@ def errors(judged: SequenceOf[Judged]) -> Picture:
         if row.fitted:
             axes.plot(faster, y + dy, "o", ms=10, mew=1.2, mfc="none", mec=TEXT, zorder=5)
     axes.set_xscale("log")
-    ticks = (0.25, 0.5, 0.8, 1, 1.25, 2, 4, 8, 16, 32, 64)
+    ticks = (0.5, 0.8, 1, 1.25, 2, 4, 8, 16, 32, 64, 128)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_yticks(range(len(names)), names)
