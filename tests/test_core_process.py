@@ -1,6 +1,7 @@
 """The core in a process of its own: the same tokens, and what may happen to either side."""
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from fakes import save_random_model
 from nanoteach.async_engine import AsyncEngine, EngineStopped, StepFailed
 from nanoteach.config import EngineConfig
 from nanoteach.core_process import CoreDied, CoreProcess, build_core, engine_around_process
-from nanoteach.engine import Engine
+from nanoteach.engine import MOST_TOGETHER, Engine
 from nanoteach.engine_core import EngineCore
 from nanoteach.loader import load_tokenizer
 from nanoteach.metrics import Metrics
@@ -211,3 +212,29 @@ def test_a_server_whose_process_died_says_so(folder: Path) -> None:
         assert httpx.get(f"{url}/health").status_code == 503
         answer = httpx.post(f"{url}/v1/completions", json=wanted)
         assert answer.status_code == 503 and "stopped" in answer.json()["error"]["message"]
+
+
+def build_fast(folder: Path) -> EngineCore:
+    """A core whose steps cost next to nothing, so that nobody can keep up with it."""
+    core = build_core(folder, OPTIONS)
+
+    def execute(scheduled: Any) -> Any:
+        return [5 if part.gives_token else None for part in scheduled]
+
+    core.runner.execute = execute  # type: ignore[method-assign]
+    return core
+
+
+def test_a_core_faster_than_its_reader_does_not_keep_him_from_telling(folder: Path) -> None:
+    """To look for a stop string takes longer than such a step: there is always news."""
+    with contextlib.closing(CoreProcess(partial(build_fast, folder))) as core:
+        engine = Engine.around(core, load_tokenizer(folder), EngineConfig(max_num_seqs=8))
+        for i in range(8):
+            engine.add_request(str(i), "b", some(100, stop="no such text"))
+        most = 0
+        while engine.has_unfinished_requests():
+            before = {i: request.detokenizer.num_tokens for i, request in engine.requests.items()}
+            time.sleep(0.05)
+            news = [(out.request_id, len(out.outputs[0].token_ids)) for out in engine.step()]
+            most = max(most, *(count - before[i] for i, count in news))
+        assert 1 < most <= 1 + MOST_TOGETHER
