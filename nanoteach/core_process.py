@@ -158,10 +158,16 @@ class CoreProcess(EngineCore):
     def step(self) -> list[Sequence]:
         """Wait for the news of a step. See `EngineCore.step`. Raises CoreDied, too."""
         self.failed = []
+        if not self.sequences and not self.has_news:
+            return []  # none would ever come
         message = self.inbox.popleft() if self.inbox else self.receive()
         if isinstance(message, Failure):
-            known = (self.by_number.get(number) for number in message.numbers)
-            self.failed = [seq.request_id for seq in known if seq]
+            known = [seq for n in message.numbers if (seq := self.by_number.get(n))]
+            if not known:
+                return []  # all were aborted here meanwhile: nobody else is to blame
+            self.failed = [seq.request_id for seq in known]
+            for seq in known:
+                self.end(seq, "error")
             raise RuntimeError(message.error)
         changed = []
         for news in message:

@@ -95,6 +95,11 @@ def test_a_stream_and_its_end(engine: Engine) -> None:
         break  # closes it, and so aborts the request over there, too
 
 
+def test_a_step_with_nothing_to_do_does_nothing(engine: Engine) -> None:
+    for _ in range(3):
+        assert engine.step() == []
+
+
 def test_what_cant_be_served_is_refused_here(engine: Engine) -> None:
     for prompt, params, word in (
         ("", some(1), "empty"),
@@ -179,6 +184,29 @@ def test_a_step_that_raises_ends_its_requests_and_no_others(folder: Path) -> Non
     finally:
         core.close()
     assert not core.alive
+
+
+def test_a_failure_of_requests_that_were_aborted_meanwhile_is_nobody_elses(folder: Path) -> None:
+    with contextlib.closing(CoreProcess(partial(build_faulty, folder, 6))) as core:
+        engine = Engine.around(core, load_tokenizer(folder), EngineConfig(max_num_seqs=8))
+        engine.add_request("failed", "b", some(12))
+        while not core.connection.poll():  # its five tokens and its failure are on their way
+            time.sleep(0.01)
+        time.sleep(0.5)
+        engine.abort_request("failed")
+        (out,) = engine.generate("b", some(12), use_tqdm=False)
+        assert len(out.outputs[0].token_ids) == 12
+
+
+def test_after_a_failure_a_step_waits_for_nothing(folder: Path) -> None:
+    with contextlib.closing(CoreProcess(partial(build_faulty, folder, 1))) as core:
+        engine = Engine.around(core, load_tokenizer(folder), EngineConfig(max_num_seqs=8))
+        engine.add_request("failed", "b", some(12))
+        with pytest.raises(RuntimeError, match="planted"):
+            engine.step()
+        assert core.failed == ["failed"] and engine.step() == []
+        engine.abort_request("failed")
+        assert not engine.has_unfinished_requests() and engine.check() == []
 
 
 def test_if_the_process_dies_nobody_waits_for_ever(folder: Path) -> None:
