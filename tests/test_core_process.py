@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import itertools
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -23,6 +25,7 @@ from nanoteach.metrics import Metrics
 from nanoteach.server import running
 from nanoteach.types import SamplingParams
 
+ROOT = Path(__file__).parent.parent
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "block_size": 4, "num_gpu_blocks_override": 300, "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
@@ -158,6 +161,46 @@ def test_a_mistake_in_its_making_is_told(folder: Path) -> None:
     for options, word in (({"max_model_len": 0}, "max_model_len"), ({"device": "gpu"}, "device")):
         with pytest.raises(ValueError, match=word), engine_around_process(folder, **options):
             pass
+
+
+def build_slowly(seconds: float) -> EngineCore:
+    """What takes long, as a core on a GPU does."""
+    time.sleep(seconds)
+    raise ValueError("nobody should be there to hear this")
+
+
+def test_a_process_whose_parent_is_gone_does_not_go_on_building() -> None:
+    code = """
+import multiprocessing, os, sys
+from functools import partial
+sys.path.insert(0, "tests")
+from test_core_process import build_slowly
+from nanoteach.core_process import run_core
+context = multiprocessing.get_context("spawn")
+ours, theirs = context.Pipe()
+process = context.Process(target=run_core, args=(partial(build_slowly, 70), theirs))
+process.start()
+os._exit(1)
+"""
+    # Which waits until nobody has its pipes any more.
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50
+    )
+    assert ended.stderr == ""
+
+
+class Odd(str):
+    """Can be sent, and not be received."""
+
+    def __reduce__(self) -> Any:
+        return int, ("odd",)
+
+
+def test_a_message_that_cant_be_read_over_there_is_no_hang(folder: Path) -> None:
+    with engine_around_process(folder, **OPTIONS) as engine:
+        engine.add_request("x", "b", some(5, cache_salt=Odd("salt")))
+        with pytest.raises(CoreDied, match="exit code 1"):
+            engine.step()
 
 
 def test_a_step_that_raises_ends_its_requests_and_no_others(folder: Path) -> None:
