@@ -312,6 +312,8 @@ class AsyncEngine:
         result, error = None, None
         try:
             result = function(self.engine)
+        except CoreDied:
+            raise  # which ends all calls
         except Exception as raised:
             error = raised
         self.loop.call_soon_threadsafe(self._settle, future, result, error)

@@ -18,6 +18,7 @@ import contextlib
 import itertools
 import logging
 import multiprocessing
+import os
 import queue
 import signal
 import threading
@@ -158,10 +159,16 @@ class CoreProcess(EngineCore):
     def step(self) -> list[Sequence]:
         """Wait for the news of a step. See `EngineCore.step`. Raises CoreDied, too."""
         self.failed = []
+        if not self.sequences and not self.has_news:
+            return []  # none would ever come
         message = self.inbox.popleft() if self.inbox else self.receive()
         if isinstance(message, Failure):
-            known = (self.by_number.get(number) for number in message.numbers)
-            self.failed = [seq.request_id for seq in known if seq]
+            known = [seq for n in message.numbers if (seq := self.by_number.get(n))]
+            if not known:
+                return []  # all were aborted here meanwhile: nobody else is to blame
+            self.failed = [seq.request_id for seq in known]
+            for seq in known:
+                self.end(seq, "error")
             raise RuntimeError(message.error)
         changed = []
         for news in message:
@@ -193,20 +200,20 @@ class CoreProcess(EngineCore):
 
 
 def run_core(build: Callable[[], EngineCore], connection: Connection) -> None:
-    """Build a core and step it, until the other side says None or is gone."""
+    """Build a core and step it, until the other side says None. (If it is gone: `read_all`.)"""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they may be meant for all; the other side decides
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    # A thread, so that each side can send while the other does: neither waits for the other.
+    threading.Thread(target=read_all, args=(connection, messages), daemon=True).start()
     try:
         core = build()
     except Exception as error:  # not all can be pickled
         kind = ValueError if isinstance(error, ValueError) else RuntimeError
         connection.send(kind(str(error)))
         return
-    connection.send(core.limits)
-    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    # A thread, so that each side can send while the other does: neither waits for the other.
-    threading.Thread(target=read_all, args=(connection, messages), daemon=True).start()
     with contextlib.suppress(OSError):  # the other side is gone
+        connection.send(core.limits)
         while True:
             try:
                 message = messages.get(block=not core.has_unfinished_requests())
@@ -219,11 +226,15 @@ def run_core(build: Callable[[], EngineCore], connection: Connection) -> None:
 
 
 def read_all(connection: Connection, messages: "queue.SimpleQueue[Any]") -> None:
-    """Fetch what the other side sends, and None when it is gone."""
-    with contextlib.suppress(EOFError, OSError):
+    """Fetch what the other side sends. When it is gone, so is this process, whatever it does."""
+    try:
         while True:
             messages.put(connection.recv())
-    messages.put(None)
+    except (EOFError, OSError):
+        os._exit(1)  # to build a core may take minutes, and hold a GPU meanwhile
+    except Exception:  # such as a class that is not to be found here
+        log.exception("the engine's process can't read a message")
+        os._exit(1)
 
 
 def carry_out(core: EngineCore, connection: Connection, what: str, *given: Any) -> None:

@@ -36,6 +36,9 @@ from nanoteach.types import (
 Prompt = str | SequenceOf[int] | Mapping[str, Any]
 """A text, token ids, or vLLM's `{"prompt_token_ids": [...]}` or `{"prompt": "..."}`."""
 Message = Mapping[str, str]
+MOST_TOGETHER = 8
+"""Steps whose news `Engine.step` takes beside the first's. Without an end, one who is always slower
+would tell nothing before all requests are over."""
 
 
 @dataclass
@@ -294,7 +297,9 @@ class Engine:
         """Run one step. Returns the added requests that got a token since the last call."""
         if not any(request.seq.finish_reason for request in self.changed.values()):
             self._advance()
-        while self.core.has_news:  # who is slower than the steps takes several together
+        for _ in range(MOST_TOGETHER):  # who is slower than the steps takes several together
+            if not self.core.has_news:
+                break
             self._advance()
         changed = list(self.changed.values())
         for request in changed:

@@ -194,7 +194,8 @@ def create_app(
     @app.get("/metrics")
     async def prometheus() -> Response:
         """Counts and times, for Prometheus."""
-        text = metrics.render(await async_engine.call(Engine.stats))
+        with api_errors(""):  # it has no prompt
+            text = metrics.render(await async_engine.call(Engine.stats))
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     app.include_router(v1)

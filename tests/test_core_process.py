@@ -1,7 +1,10 @@
 """The core in a process of its own: the same tokens, and what may happen to either side."""
 
 import asyncio
+import contextlib
 import itertools
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -15,13 +18,14 @@ from fakes import save_random_model
 from nanoteach.async_engine import AsyncEngine, EngineStopped, StepFailed
 from nanoteach.config import EngineConfig
 from nanoteach.core_process import CoreDied, CoreProcess, build_core, engine_around_process
-from nanoteach.engine import Engine
+from nanoteach.engine import MOST_TOGETHER, Engine
 from nanoteach.engine_core import EngineCore
 from nanoteach.loader import load_tokenizer
 from nanoteach.metrics import Metrics
 from nanoteach.server import running
 from nanoteach.types import SamplingParams
 
+ROOT = Path(__file__).parent.parent
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "block_size": 4, "num_gpu_blocks_override": 300, "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
@@ -94,6 +98,11 @@ def test_a_stream_and_its_end(engine: Engine) -> None:
         break  # closes it, and so aborts the request over there, too
 
 
+def test_a_step_with_nothing_to_do_does_nothing(engine: Engine) -> None:
+    for _ in range(3):
+        assert engine.step() == []
+
+
 def test_what_cant_be_served_is_refused_here(engine: Engine) -> None:
     for prompt, params, word in (
         ("", some(1), "empty"),
@@ -154,6 +163,46 @@ def test_a_mistake_in_its_making_is_told(folder: Path) -> None:
             pass
 
 
+def build_slowly(seconds: float) -> EngineCore:
+    """What takes long, as a core on a GPU does."""
+    time.sleep(seconds)
+    raise ValueError("nobody should be there to hear this")
+
+
+def test_a_process_whose_parent_is_gone_does_not_go_on_building() -> None:
+    code = """
+import multiprocessing, os, sys
+from functools import partial
+sys.path.insert(0, "tests")
+from test_core_process import build_slowly
+from nanoteach.core_process import run_core
+context = multiprocessing.get_context("spawn")
+ours, theirs = context.Pipe()
+process = context.Process(target=run_core, args=(partial(build_slowly, 70), theirs))
+process.start()
+os._exit(1)
+"""
+    # Which waits until nobody has its pipes any more.
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50
+    )
+    assert ended.stderr == ""
+
+
+class Odd(str):
+    """Can be sent, and not be received."""
+
+    def __reduce__(self) -> Any:
+        return int, ("odd",)
+
+
+def test_a_message_that_cant_be_read_over_there_is_no_hang(folder: Path) -> None:
+    with engine_around_process(folder, **OPTIONS) as engine:
+        engine.add_request("x", "b", some(5, cache_salt=Odd("salt")))
+        with pytest.raises(CoreDied, match="exit code 1"):
+            engine.step()
+
+
 def test_a_step_that_raises_ends_its_requests_and_no_others(folder: Path) -> None:
     """8 run, 4 wait; the sixth step raises. The 8 get an error, the 4 their tokens."""
     core = CoreProcess(partial(build_faulty, folder, 6))
@@ -178,6 +227,29 @@ def test_a_step_that_raises_ends_its_requests_and_no_others(folder: Path) -> Non
     finally:
         core.close()
     assert not core.alive
+
+
+def test_a_failure_of_requests_that_were_aborted_meanwhile_is_nobody_elses(folder: Path) -> None:
+    with contextlib.closing(CoreProcess(partial(build_faulty, folder, 6))) as core:
+        engine = Engine.around(core, load_tokenizer(folder), EngineConfig(max_num_seqs=8))
+        engine.add_request("failed", "b", some(12))
+        while not core.connection.poll():  # its five tokens and its failure are on their way
+            time.sleep(0.01)
+        time.sleep(0.5)
+        engine.abort_request("failed")
+        (out,) = engine.generate("b", some(12), use_tqdm=False)
+        assert len(out.outputs[0].token_ids) == 12
+
+
+def test_after_a_failure_a_step_waits_for_nothing(folder: Path) -> None:
+    with contextlib.closing(CoreProcess(partial(build_faulty, folder, 1))) as core:
+        engine = Engine.around(core, load_tokenizer(folder), EngineConfig(max_num_seqs=8))
+        engine.add_request("failed", "b", some(12))
+        with pytest.raises(RuntimeError, match="planted"):
+            engine.step()
+        assert core.failed == ["failed"] and engine.step() == []
+        engine.abort_request("failed")
+        assert not engine.has_unfinished_requests() and engine.check() == []
 
 
 def test_if_the_process_dies_nobody_waits_for_ever(folder: Path) -> None:
@@ -209,5 +281,33 @@ def test_a_server_whose_process_died_says_so(folder: Path) -> None:
         engine.core.process.kill()
         engine.core.process.join()
         assert httpx.get(f"{url}/health").status_code == 503
-        answer = httpx.post(f"{url}/v1/completions", json=wanted)
-        assert answer.status_code == 503 and "stopped" in answer.json()["error"]["message"]
+        for _ in range(2):  # the first finds it out
+            answer = httpx.get(f"{url}/metrics")
+            assert answer.status_code == 503 and "engine" in answer.json()["error"]["message"]
+        assert httpx.post(f"{url}/v1/completions", json=wanted).status_code == 503
+
+
+def build_fast(folder: Path) -> EngineCore:
+    """A core whose steps cost next to nothing, so that nobody can keep up with it."""
+    core = build_core(folder, OPTIONS)
+
+    def execute(scheduled: Any) -> Any:
+        return [5 if part.gives_token else None for part in scheduled]
+
+    core.runner.execute = execute  # type: ignore[method-assign]
+    return core
+
+
+def test_a_core_faster_than_its_reader_does_not_keep_him_from_telling(folder: Path) -> None:
+    """To look for a stop string takes longer than such a step: there is always news."""
+    with contextlib.closing(CoreProcess(partial(build_fast, folder))) as core:
+        engine = Engine.around(core, load_tokenizer(folder), EngineConfig(max_num_seqs=8))
+        for i in range(8):
+            engine.add_request(str(i), "b", some(100, stop="no such text"))
+        most = 0
+        while engine.has_unfinished_requests():
+            before = {i: request.detokenizer.num_tokens for i, request in engine.requests.items()}
+            time.sleep(0.05)
+            news = [(out.request_id, len(out.outputs[0].token_ids)) for out in engine.step()]
+            most = max(most, *(count - before[i] for i, count in news))
+        assert 1 < most <= 1 + MOST_TOGETHER
