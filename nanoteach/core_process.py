@@ -14,6 +14,7 @@ On this side a request is a `Sequence`, too, which is brought up to date with ev
 Knows: what of a request must be told to whom. Does not know: text, HTTP, how a step is run.
 """
 
+import atexit
 import contextlib
 import itertools
 import logging
@@ -81,6 +82,7 @@ class CoreProcess(EngineCore):
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=run_core, args=(build, theirs), daemon=True)
         self.process.start()
+        atexit.register(self.process.kill)  # multiprocessing sends SIGTERM, and waits for its end
         theirs.close()  # so that its end is noticed here
         self.inbox: deque[Any] = deque()  # what came before the answer to a question
         self.sequences, self.failed = {}, []
@@ -104,6 +106,7 @@ class CoreProcess(EngineCore):
         self.process.join(timeout=10)
         self.process.kill()  # if it is in a step that does not end
         self.process.join()
+        atexit.unregister(self.process.kill)
         self.connection.close()
 
     @property
@@ -209,8 +212,9 @@ def run_core(build: Callable[[], EngineCore], connection: Connection) -> None:
     try:
         core = build()
     except Exception as error:  # not all can be pickled
-        kind = ValueError if isinstance(error, ValueError) else RuntimeError
-        connection.send(kind(str(error)))
+        ours = isinstance(error, ValueError)
+        told = ValueError(str(error)) if ours else RuntimeError(f"{type(error).__name__}: {error}")
+        connection.send(told)
         return
     with contextlib.suppress(OSError):  # the other side is gone
         connection.send(core.limits)

@@ -10,9 +10,11 @@ import math
 
 from nanoteach.bench.kernels import BATCHES, MIXED, PROMPTS
 from nanoteach.bench.recording import Judged, Recording
+from nanoteach.step_inputs import MIXED_SIZES
 
 MISS = 0.25
 NO_GRAPHS = ("no cache, ", "KV cache, ", "no graphs, ", "kernel, ", "gather, ")
+LARGE = "kernels, prompts 1 x 4,096"
 DECODES = {"static": 16, "preemption": 32, "nano": 256}
 """About how many requests decode at once in these experiments."""
 
@@ -28,14 +30,18 @@ def cause_of(row: Judged, found: Recording) -> str:
         return products(found, int(case.split(" x ")[0].split()[-1]))
     if row.experiment in DECODES:
         return products(found, DECODES[row.experiment])
+    if case.startswith("plain loop"):
+        return host_after(found)
     if row.experiment == "chunked":
         if row.metric in ("ITL p50 outside", "output"):
             return products(found, 16)
         if "unlimited" in case:
             return two_commits(found)
+        if case.startswith("prompts first"):
+            return prompts(found, 256)
         return step(found, f"kernels, {MIXED[0]} decodes and {MIXED[1] - MIXED[0]} of a prompt")
-    if case.startswith("mixed reuse"):
-        return step(found, f"kernels, {MIXED[0]} decodes and {MIXED[1] - MIXED[0]} of a prompt")
+    if case.startswith(("mixed reuse", "packed, 16 x 256", "context 3,072")):
+        return no_graph(found)
     return prompts(found, tokens_of(case))
 
 
@@ -92,6 +98,38 @@ def step(found: Recording, name: str) -> str:
         f"a step of {name.removeprefix('kernels, ')} takes {whole:,.0f} µs: products "
         f"{linear:,.0f}, attention {attention:,.0f}, all kernels {busy:,.0f}, and the GPU waits "
         f"for the host for {idle:,.0f}" + (f"; the bound is {bound:,.0f}" if bound else "")
+    )
+
+
+def no_graph(found: Recording) -> str:
+    """A step of more tokens than the largest graph waits for the host."""
+    names = (
+        ("packed, 16 x 256", "TTFT"),
+        *((LARGE, metric) for metric in ("GPU busy", "attention")),
+    )
+    rows = [found.rows.get(name) for name in names]
+    if not all(row and row.samples for row in rows):
+        return ""
+    whole, busy, attention = (row.median for row in rows if row)
+    return (
+        f"a step of over {MIXED_SIZES[-1]:,} tokens has no graph, and the GPU waits for the host: "
+        f"16 prompts of 256 take {1e6 * whole:,.0f} µs, where one of 4,096 keeps it busy for "
+        f"{busy:,.0f}, {attention:,.0f} of them with attention, of which the 16 have a sixteenth"
+    )
+
+
+def host_after(found: Recording) -> str:
+    """The plain loop has the host's part after each step."""
+    rows = [
+        found.rows.get((f"{loop}, unlimited", "ITL p50 outside"))
+        for loop in ("plain loop", "decodes first")
+    ]
+    if not all(row and row.samples for row in rows):
+        return ""
+    plain, ahead = (1e6 * row.median for row in rows if row)
+    return (
+        "in the plain loop the GPU waits for the host between two steps: a decode step of 16 takes "
+        f"{plain:,.0f} µs so, and {ahead:,.0f} where the next one is prepared meanwhile"
     )
 
 
