@@ -470,15 +470,26 @@ def test_on_the_watched_clock_a_watched_step_takes_as_long_as_it_took(
     model = recording.calibrated()
     steps = WatchedSteps(recording, model)
     mixed = [Work(1, 150)] * 16 + [Work(240, 1000, False)]
+    rates = recording.model, model.hardware, recording.bytes_per_value, model.overhead
     for name, work in (
         ("batch 16", [Work(1, 1074)] * 16),
         ("prompts 1 x 1,024", [Work(1024, 0)]),
         ("16 decodes and 240 of a prompt", mixed),
     ):
-        clock = WatchedClock(
-            recording.model, model.hardware, recording.bytes_per_value, model.overhead, steps=steps
-        )
+        clock = WatchedClock(*rates, steps=steps)
         clock.tick(work)
         assert clock.now() == pytest.approx(recording.median(f"kernels, {name}", "step") / 1e6)
-    assert steps.nearest([Work(1, 9)] * 20) == steps.decodes[16]
-    assert steps.nearest([Work(100, 0)] * 8) == steps.prompts[1024]
+    assert steps.nearest([Work(1, 9)] * 20, follows=True) == steps.decodes[16]
+    assert steps.nearest([Work(100, 0)] * 8, follows=False) == steps.prompts[1024]
+
+    clock, plain = WatchedClock(*rates, steps=steps), WatchedClock(*rates, steps=steps)
+    plain.plain_loop = True
+    for each in (clock, plain):
+        each.tick([Work(1024, 0)])
+        each.tick([Work(1024, 0)])
+    both = recording.median("kernels, prompts 1 x 1,024", "step") / 1e6 * 2
+    assert clock.now() == pytest.approx(both - steps.idle[1024])  # the second one's host is hidden
+    assert plain.now() == pytest.approx(both + 2 * steps.host) and steps.host > 0
+    clock.wait_until(1.0)
+    clock.tick([Work(256, 0)] * 10)  # too large for a graph
+    assert clock.now() >= 1 + recording.median("packed, 16 x 256", "TTFT")
