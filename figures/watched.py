@@ -42,8 +42,9 @@ class WatchedSteps:
             n * length: found.median(f"kernels, prompts {n} x {length:,}", "GPU idle") / 1e6
             for n, length in PROMPTS
         }
-        # Its kernels take less than this; see `prompts` for a step of as many tokens.
+        # What it takes to launch a step without a graph: the kernels of this one need less.
         self.launches = found.median("packed, 16 x 256", "TTFT")
+        # What the host takes between two steps of the plain loop, and hides in the other.
         plain, ahead = (
             found.median(f"{loop}, unlimited", "ITL p50 outside")
             for loop in ("plain loop", "decodes first")
