@@ -31,7 +31,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
-from IPython.display import display
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import decoders
 
@@ -40,6 +39,7 @@ from nanoteach.async_engine import AsyncEngine, QueueFull
 from nanoteach.bench.serve import LoadTest
 from nanoteach.cost_model import SHAPES, VirtualClock, Work, step_cost
 from nanoteach.course import (
+    Live,
     exercise,
     open_notebook,
     pictures_10,
@@ -544,14 +544,14 @@ began, samples = time.perf_counter(), []
 load = LoadTest(url, [3], "chat", duration=4, input_len=(16, 48), output_len=(8, 24))
 thread = threading.Thread(target=lambda: asyncio.run(load.run()))
 thread.start()
-handle = display(display_id=True)
+place = Live()
 while thread.is_alive() and time.perf_counter() - began < 60:
     samples.append(metrics())
     if len(samples) % 5 == 0:  # to draw takes time too
-        handle.update(pictures_10.over_time(samples, []))
+        place.update(pictures_10.over_time(samples, []))
     time.sleep(0.2)
 thread.join()
-handle.update(pictures_10.over_time(samples, []))
+place.update(pictures_10.over_time(samples, []))
 
 # %% [markdown]
 # ## The knee

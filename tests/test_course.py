@@ -18,7 +18,7 @@ from nanoteach.cli import main
 from nanoteach.course import parts, progress
 from nanoteach.course.build import execute
 from nanoteach.course.checking import Wrong, expect, expect_equal
-from nanoteach.course.display import show
+from nanoteach.course.display import Live, show
 from nanoteach.course.exercises import exercise, submit
 from nanoteach.course.limits import TimeUp, time_limit
 from nanoteach.prefix_cache import PrefixCachingBlockManager
@@ -510,3 +510,13 @@ def test_a_broken_notebook_fails_under_nbval(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(root)}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
     assert run.returncode == 1 and "2 failed, 1 passed" in run.stdout, run.stdout
+
+
+def test_a_live_place_shows_what_came_last_and_nothing_in_a_script(capsys, tmp_path):
+    Live().update("not shown")
+    assert capsys.readouterr().out == ""
+    code = "from nanoteach.course import Live\nplace = Live()\nplace.update('a')\nplace.update('b')"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    execute(notebook, tmp_path)
+    (output,) = notebook.cells[0].outputs
+    assert output["data"]["text/plain"] == "'b'"

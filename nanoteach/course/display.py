@@ -1,7 +1,7 @@
-"""What a notebook shows besides its own output: folded source, and questions with answers.
+"""What a notebook shows besides its own output: folded source, questions, pictures that change.
 
-Each is a text, an HTML that folds, and where ipywidgets is there a widget: whoever reads the page
-takes what it can show. Code hosts show the HTML, a terminal the text.
+Source and questions are a text, an HTML that folds, and where ipywidgets is there a widget: whoever
+reads the page takes what it can show. Code hosts show the HTML, a terminal the text.
 """
 
 import html
@@ -40,6 +40,25 @@ def _display(shown: _Shown) -> None:
     from IPython.display import display
 
     display(shown)
+
+
+class Live:
+    """A place on the page, below the cell that makes it, whose content changes while code runs.
+
+    A script has no such place, and `update` does nothing there.
+    """
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        if in_notebook():
+            from IPython.display import display
+
+            self._handle = display(display_id=True)
+
+    def update(self, content: object) -> None:
+        """Show `content`, say a picture, instead of what was there."""
+        if self._handle is not None:
+            self._handle.update(content)
 
 
 def show(target: str) -> None:
