@@ -178,13 +178,13 @@ from test_core_process import build_slowly
 from nanoteach.core_process import run_core
 context = multiprocessing.get_context("spawn")
 ours, theirs = context.Pipe()
-process = context.Process(target=run_core, args=(partial(build_slowly, 70), theirs))
+process = context.Process(target=run_core, args=(partial(build_slowly, 300), theirs))
 process.start()
 os._exit(1)
 """
     # Which waits until nobody has its pipes any more.
     ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
     assert ended.stderr == ""
 
