@@ -125,6 +125,7 @@ class Experiments:
         bound = [row for row in graphs if abs(row.bound_error) <= MISS]
         missed = [row for row in graphs if cause_of(row, self.recording)]
         still = sum(self.open(row) for row in missed)
+        in_all = sum(self.by_watched(row) is not None and not self.open(row) for row in graphs)
         others = len(graphs) - len(near)
         whose = f"each of the other {others}"
         if len(missed) < others:
@@ -132,8 +133,8 @@ class Experiments:
         return (
             f"Of the {len(graphs)} others on stage 8, {len(near)} are within {MISS:.0%} (the "
             f"bound: {len(bound)}). For {whose}, measured steps show where time goes; with those "
-            f"steps' own times in the model, {len(missed) - still} of them come within {MISS:.0%}, "
-            f"and {still} stay open."
+            f"steps' own times in the model, {len(missed) - still} of them come within {MISS:.0%} "
+            f"({in_all} of the {len(graphs)} in all), and {still} stay open."
         )
 
     def launched(self, row: Judged) -> bool:

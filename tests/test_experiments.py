@@ -492,4 +492,4 @@ def test_on_the_watched_clock_a_watched_step_takes_as_long_as_it_took(
     assert plain.now() == pytest.approx(both + 2 * steps.host) and steps.host > 0
     clock.wait_until(1.0)
     clock.tick([Work(256, 0)] * 10)  # too large for a graph
-    assert clock.now() >= 1 + recording.median("packed, 16 x 256", "TTFT")
+    assert clock.now() >= 1 + 4096 / recording.median("prefill 4 x 1,024", "prompt")

@@ -63,8 +63,8 @@ def launches(found: Recording) -> str:
     if not slow or not fast or not slow.samples or not fast.samples:
         return ""
     return (
-        "kernel by kernel the host launches, and the GPU waits: one request's decode step takes "
-        f"{1e6 / slow.median:,.0f} µs so and {1e6 / fast.median:,.0f} µs as a graph"
+        "the host launches kernel by kernel, and the GPU waits: a decode step of 1 takes "
+        f"{1e6 / slow.median:,.0f} µs so, and {1e6 / fast.median:,.0f} as a graph"
     )
 
 
@@ -75,8 +75,8 @@ def products(found: Recording, batch: int) -> str:
     if not row or not row.samples or not row.bound:
         return ""
     return (
-        f"a decode step of {near} spends {row.median:,.0f} µs in its matrix products, "
-        f"whose bytes take {row.bound:,.0f}"
+        f"few rows read the weights slowly: the products of a decode step of {near} take "
+        f"{row.median:,.0f} µs, and their bytes {row.bound:,.0f}"
     )
 
 
@@ -95,9 +95,10 @@ def step(found: Recording, name: str) -> str:
     whole, busy, idle, linear, attention = (row.median for row in rows if row)
     bound = rows[0].bound if rows[0] else None
     return (
-        f"a step of {name.removeprefix('kernels, ')} takes {whole:,.0f} µs: products "
-        f"{linear:,.0f}, attention {attention:,.0f}, all kernels {busy:,.0f}, and the GPU waits "
-        f"for the host for {idle:,.0f}" + (f"; the bound is {bound:,.0f}" if bound else "")
+        f"small steps are far from the bound: {name.removeprefix('kernels, ')} take "
+        f"{whole:,.0f} µs" + (f", the bound is {bound:,.0f}" if bound else "") + ": products "
+        f"{linear:,.0f}, attention {attention:,.0f}, other kernels "
+        f"{busy - linear - attention:,.0f}, no kernel {idle:,.0f}"
     )
 
 
@@ -111,10 +112,11 @@ def no_graph(found: Recording) -> str:
     if not all(row and row.samples for row in rows):
         return ""
     whole, busy, attention = (row.median for row in rows if row)
+    kernels = busy - attention * 15 / 16  # the 16 have a sixteenth of its attention
     return (
-        f"a step of over {MIXED_SIZES[-1]:,} tokens has no graph, and the GPU waits for the host: "
-        f"16 prompts of 256 take {1e6 * whole:,.0f} µs, where one of 4,096 keeps it busy for "
-        f"{busy:,.0f}, {attention:,.0f} of them with attention, of which the 16 have a sixteenth"
+        f"over {MIXED_SIZES[-1]:,} tokens there is no graph, and the GPU waits for the host: 16 "
+        f"prompts of 256 take {1e6 * whole:,.0f} µs, and their kernels, by those of one of 4,096, "
+        f"some {kernels:,.0f}"
     )
 
 
@@ -128,8 +130,8 @@ def host_after(found: Recording) -> str:
         return ""
     plain, ahead = (1e6 * row.median for row in rows if row)
     return (
-        "in the plain loop the GPU waits for the host between two steps: a decode step of 16 takes "
-        f"{plain:,.0f} µs so, and {ahead:,.0f} where the next one is prepared meanwhile"
+        "in the plain loop the GPU waits for the host between two steps: decode steps of 16 take "
+        f"{plain:,.0f} µs, and {ahead:,.0f} where the next one is prepared meanwhile"
     )
 
 
@@ -144,7 +146,7 @@ def two_commits(found: Recording) -> str:
         return ""
     ahead, ahead_two, plain, plain_two = (1000 * row.median for row in waits if row)
     return (
-        "a step is committed while the next is launched, so the wait for the large step shows as "
-        f"two: {ahead:.1f} ms at most and {ahead_two:.1f} for two tokens; in the plain loop "
+        "a step is committed while the next one runs, so one long step shows as two waits: "
+        f"{ahead:.1f} ms at most and {ahead_two:.1f} for two tokens; in the plain loop "
         f"{plain:.1f} and {plain_two:.1f}"
     )

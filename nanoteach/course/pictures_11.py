@@ -118,7 +118,8 @@ def curve(
 ) -> None:  # fmt: skip
     """Measured points with their spread, bounds as a grey line, the calibrated model in orange.
 
-    bound: the style of the grey line, where there are several.
+    bound: the style of the grey line, where there are several; the diamonds of others than "-" are
+    hollow.
     """
     f = scale or (lambda value: value)
     middle = [f(row.median) for row in rows]
@@ -131,7 +132,8 @@ def curve(
         name = f"bound, {label}" if label else None
         axes.plot(*zip(*bounds, strict=True), bound, color=LINE, lw=1.5, label=name)
     if points:
-        axes.plot(*zip(*points, strict=True), "D--", color=ORANGE, ms=5, lw=0.8)
+        filled = ORANGE if bound == "-" else "white"
+        axes.plot(*zip(*points, strict=True), "D--", color=ORANGE, ms=5, lw=0.8, mfc=filled)
     axes.errorbar(xs, middle, yerr=spread, fmt="o-", color=colour, ms=6, lw=1.2, label=label)
 
 
@@ -176,7 +178,7 @@ def prefill(found: Evidence) -> Picture:
     ceiling = found.recording.hardware.flops / 1e12
     square = found.row("a square product", "rate")
     now = f"; in this run {square.median:.0f}" if square else ""
-    words = f"the bound, a square product: {ceiling:.0f}{now}"
+    words = f"bound: a square product, {ceiling:.0f} by itself{now}"
     axes.axhline(ceiling, color=LINE, lw=1.5, label=words)
     axes.set_xscale("log", base=2)
     axes.set_ylim(0, ceiling * 1.08)
@@ -282,7 +284,7 @@ def packed(found: Evidence) -> Picture:
     left.set_title("thousand prompt tokens/s")
     right.set_title("median TTFT, ms")
     left.legend(frameon=False, fontsize=8, loc="lower right")
-    key(figure, measured="blue and red", bound="grey line")
+    key(figure, "hollow: one by one", measured="blue and red", bound="grey line")
     return figure
 
 
@@ -359,7 +361,7 @@ def chunked(found: Evidence) -> Picture:
     for axes, (metric, title, scale) in zip(
         panels.flat,
         (
-            ("ITL max", "longest ITL, ms", 1000.0), ("ITL p99", "ITL p99, ms", 1000.0),
+            ("ITL max", "longest ITL, ms", 1000.0), ("two tokens", "two tokens, ms", 1000.0),
             ("ITL p50", "ITL p50, ms", 1000.0), ("ITL p50 outside", "ITL p50 outside, ms", 1000.0),
             ("TTFT", "TTFT of the six, ms", 1000.0), ("window", "window, ms", 1000.0),
             ("output", "output tokens/s", 1.0), ("largest step", "largest step, tokens", 1.0),
@@ -542,7 +544,7 @@ def profiles(found: Evidence) -> Picture:
     axes.set_yticks(range(len(recorded)), [profile["case"] for profile in recorded.values()])
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
-    axes.set_xlabel("% of the time of 20 steps, with a profiler")
+    axes.set_xlabel("% of the time of 20 steps, with a profiler; white: between the ranges")
     axes.legend(frameon=False, fontsize=8, ncol=6, loc="lower left", bbox_to_anchor=(0, 1))
     return figure
 
