@@ -603,8 +603,8 @@ print(f"median TTFT:     {times('TTFT', off, on):.1f} times less")
 # at once. The numbers are of the *window* in which they are read, and apart from it.
 # *Decodes first* is the scheduler of notebook 06; what it saves you from is *prompts first*, with
 # the same budget. The *plain loop* is the one without the overlap of notebook 08. The overlap makes
-# two gaps of one long step, the plain loop shows it as one; so there is also the wait for two tokens
-# in a row.
+# two gaps of one long step, and the plain loop shows it as one. So the wait for two tokens is there
+# as well.
 
 # %%
 pictures_11.chunked(found)
