@@ -764,7 +764,7 @@ print(examine(mended))
 #
 # It is the same whether the caller leaves, a deadline passes or a step fails: what must happen in
 # any case belongs into a `finally`. (`except Exception` does not see it: a task that is cancelled
-# raises `CancelledError`, which is no `Exception`.)
+# raises asyncio's CancelledError, which is no `Exception`.)
 #
 # ```python
 # async def mended(async_engine, prompt, params):
