@@ -77,6 +77,14 @@ def test_the_knobs_say_what_the_queue_does() -> None:
     assert panel.image.value != before or panel.words.value
 
 
+def test_the_text_names_the_rates_that_were_tried() -> None:
+    text = " ".join(line.removeprefix("# ") for line in NOTEBOOK.read_text().splitlines())
+    first, _, third = pictures_10.recorded_loads(0.5).values()
+    for load, words in ((first, "{} and {} a second."), (third, "tried at {} and {} alone")):
+        *most, last = (f"{level['rate']:g}" for level in load["levels"])
+        assert words.format(", ".join(most), last) in text
+
+
 def test_pictures_draw_what_they_are_given() -> None:
     assert len(pictures_10.waiting([0.1, 0.2], 0.2).axes[0].lines) == 2
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "hit_rate")
@@ -89,4 +97,10 @@ def test_pictures_draw_what_they_are_given() -> None:
     assert test.knee == 1.0
     figure = pictures_10.latency_against_load({"here": test.result()})
     assert list(figure.axes[0].lines[1].get_ydata()) == pytest.approx([100, 900])
+    assert [text.get_text() for text in figure.axes[0].texts] == ["knee 1"]
+    legends = [[text.get_text() for text in axes.get_legend().texts] for axes in figure.axes]
+    assert legends == [
+        ["p99", "p50", "the limit"], ["p99", "p50"],
+        ["completed", "within limits", "all that arrive"],
+    ]  # fmt: skip
     assert figure.png()

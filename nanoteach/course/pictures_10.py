@@ -130,28 +130,28 @@ def latency_against_load(loads: Loads) -> Picture:
         if knee := load["knee"]:
             for axes in (first, gap, rate):
                 axes.axvline(knee, color=colour, lw=1, alpha=0.5)
-            say(first, knee, 0.97 - 0.08 * len(keys), " the knee ", colour, weight="bold",
-                transform=first.get_xaxis_transform(),
-                ha="left" if knee < 0.7 * top else "right")  # fmt: skip
+            say(first, knee, 0.98, f"knee {knee:g}", colour, weight="bold", rotation=90,
+                transform=first.get_xaxis_transform(), ha="right", va="top")  # fmt: skip
         keys.append(Line2D([], [], label=name, **more))
     rate.plot([0, top], [0, top], color=LINE, lw=0.8, ls="--")
-    for axes, title in (
-        (first, "first token, ms"), (gap, "between pieces, ms"), (rate, "requests a second"),
-    ):  # fmt: skip
-        axes.set_title(title)
+    for axes, title, solid, dotted, dashed in (
+        (first, "first token, ms", "p99", "p50", "the limit"),
+        (gap, "between pieces, ms", "p99", "p50", None),
+        (rate, "requests a second", "completed", "within limits", "all that arrive"),
+    ):
+        axes.set_title(title, pad=20)
         axes.set_xlabel("requests a second that arrive")
         if axes is not rate:
             axes.set_yscale("log")
-    keys += [
-        Line2D([], [], color=colour, ls=style, label=label)
-        for colour, style, label in (
-            (TEXT, ":", "p50; within both limits"), (TEXT, "-", "p99; completed"),
-            (LINE, "--", "the limit; all that arrive"),
-        )
-    ]  # fmt: skip
-    columns = 5 if len(keys) <= 5 else 3
+        styles = ((TEXT, "-", solid), (TEXT, ":", dotted), (LINE, "--", dashed))
+        axes.legend(
+            handles=[Line2D([], [], color=c, ls=s, label=label) for c, s, label in styles if label],
+            loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=3, frameon=False, fontsize=8,
+            handlelength=1.6, handletextpad=0.4, columnspacing=0.8, borderpad=0.2,
+        )  # fmt: skip
+    first.set_ylim(top=5 * first.get_ylim()[1])  # room for the knees' names above all lines
     figure.legend(
-        handles=keys, loc="outside lower center", ncols=columns, frameon=False, fontsize=8
+        handles=keys, loc="outside lower center", ncols=len(keys), frameon=False, fontsize=8
     )
     return figure
 
@@ -162,6 +162,15 @@ class Line(NamedTuple):
     waits: list[float]
     lengths: list[tuple[float, int]]
     refused: int
+
+    def wait(self, share: float) -> float:
+        """The seconds that this share of those let in waits at most: 0.5 is the median."""
+        return sorted(self.waits)[int(share * len(self.waits))]
+
+    @property
+    def refused_share(self) -> float:
+        """Of all that came."""
+        return self.refused / (self.refused + len(self.waits))
 
 
 def queue(rate: float, places: int, seconds: float, room: int | None, count: int = 2000) -> Line:
@@ -225,12 +234,10 @@ class QueueExplorer:
     def text(self) -> str:
         """See `Explorer.text`."""
         line = self.line
-        waits = sorted(line.waits)
         capacity = self.places / self.seconds
         return (
             f"{self.rate:g} requests a second arrive, and {capacity:g} can be answered: "
             f"{self.rate / capacity:.0%} of it.\n"
-            f"The median waits {waits[len(waits) // 2]:.2f} s, one of a hundred over "
-            f"{waits[int(0.99 * len(waits))]:.2f} s. "
-            f"{line.refused / (line.refused + len(waits)):.0%} are refused."
+            f"The median waits {line.wait(0.5):.2f} s, one of a hundred over "
+            f"{line.wait(0.99):.2f} s. {line.refused_share:.0%} are refused."
         )
