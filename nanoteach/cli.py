@@ -389,8 +389,8 @@ def run_serve(args: argparse.Namespace) -> int:
             shutdown_timeout=args.shutdown_timeout,
         )  # fmt: skip
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        # For the moment before uvicorn sets this itself, and for the one after its end, when it raises
-        # the signal that ended it once more: then nothing is left to do, and this does nothing.
+        # For the moment before uvicorn sets this itself, and for the one after its end, when it
+        # raises the signal that ended it once more: then there is nothing left to do.
         signal.signal(signal.SIGTERM, server.handle_exit)
         print(f"{name} is served at http://{address}/v1 (Ctrl-C ends it)", flush=True)
         try:
