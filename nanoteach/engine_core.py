@@ -110,11 +110,10 @@ class EngineCore:
         if request_id in self.sequences:
             raise ValueError(f"request id {request_id!r} is in use: give each request its own")
         params = self.limits.settle(prompt, params)
-        return Sequence(request_id, list(prompt), params)
+        return Sequence(request_id, list(prompt), params, arrival_time=self.clock.now())
 
     def queue(self, seq: Sequence) -> None:
         """Let a prepared request wait for its turn."""
-        seq.arrival_time = self.clock.now()
         self.sequences[seq.request_id] = seq
         self.scheduler.add(seq)
 
