@@ -62,6 +62,9 @@ IGNORED = {
 
 LOWEST = -9999.0  # JSON has no word for minus infinity
 SHORT = 1000  # characters of a stop string, at most
+# Prompts, messages or parts of one, at most. 4 MB may hold a million, and to make an object of each
+# takes seconds, in which the event loop serves nobody.
+MANY = 2048
 
 
 def refusal(kind: str, name: str, what: str) -> PydanticCustomError:
@@ -106,7 +109,7 @@ def takes(forms: str) -> WrapValidator:
 
 # fail_fast and `refuse_unknown`: a body of 4 MB may hold a million mistakes, and pydantic's list of
 # them takes minutes and gigabytes.
-Texts = Annotated[list[str], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(max_length=MANY, fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 StopString = Annotated[str, Field(max_length=SHORT)]
 Stop = Annotated[
@@ -172,8 +175,8 @@ class CompletionRequest(GenerationRequest):
     """A text to go on with, or several; token ids will do as well."""
 
     prompt: Annotated[
-        str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
-        takes("a text, a list of token ids, or a list of texts or of such lists"),
+        str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MANY, fail_fast=True)],
+        takes(f"a text, a list of token ids, or up to {MANY:,} texts or such lists in a list"),
     ]
     max_tokens: int | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -207,8 +210,11 @@ class ChatMessage(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        str | Annotated[list[TextPart], Field(fail_fast=True)] | None,
-        takes("a text, or a list of parts such as {'type': 'text', 'text': 'Hi'} and no others"),
+        str | Annotated[list[TextPart], Field(max_length=MANY, fail_fast=True)] | None,
+        takes(
+            f"a text, or a list of up to {MANY:,} parts such as {{'type': 'text', 'text': 'Hi'}} "
+            "and no others"
+        ),
     ] = None
     name: str | None = None
 
@@ -233,7 +239,7 @@ class ChatMessage(BaseModel):
 class ChatRequest(GenerationRequest):
     """A conversation to go on with."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MANY, fail_fast=True)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

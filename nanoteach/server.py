@@ -298,6 +298,8 @@ async def invalid(request: Request, error: Exception) -> Response:
         what, place = f"the body is no JSON: {told['error']}", []
     elif "param" in told:  # from protocol.py; it names its field
         place, code = [*place, told["param"]], kind
+    elif kind == "too_long":
+        what = f"{'.'.join(place)}: this takes up to {told['max_length']:,}: send fewer"
     elif place:
         what = f"{'.'.join(place)}: {what}"
     elif kind in ("missing", "model_attributes_type"):

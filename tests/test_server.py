@@ -29,6 +29,7 @@ from nanoteach.types import Logprob, SamplingParams
 
 PROMPT = "There was once a fox"
 CHAT: Any = [{"role": "user", "content": "What is 27 plus 48?"}]
+PARTS = [{"type": "text", "text": ""}]
 
 
 @pytest.fixture(scope="module")
@@ -281,6 +282,8 @@ def test_the_async_client_and_raw_events(url: str) -> None:
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": []}, "the prompt is empty"),
         ({"prompt": [5000]}, "no token id"),
+        ({"prompt": ["b"] * 2049}, "prompt: this takes .* or up to 2,048 texts or such lists"),
+        ({"prompt": [[1]] * 2049}, "prompt: this takes .* or up to 2,048 texts or such lists"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -309,7 +312,9 @@ def test_a_bad_request_is_told_why(
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user"}]}, "content is missing"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "list of parts"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts such as"),
+        ({"messages": CHAT * 2049}, "messages: this takes up to 2,048: send fewer"),
+        ({"messages": [{"role": "user", "content": PARTS * 2049}]}, "a list of up to 2,048 parts"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "tool_calls"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogates"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
