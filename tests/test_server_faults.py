@@ -337,6 +337,15 @@ def test_an_idle_server_ends_at_once(server: tuple[subprocess.Popen[str], str]) 
     assert process.wait(10) == 0
 
 
+def test_what_is_there_at_the_start_is_no_work_for_the_garbage_collector(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[int] = []
+    monkeypatch.setattr(Server, "run", lambda *_: frozen.append(gc.get_freeze_count()))
+    assert cli.main(["serve", "--port", "0", "--model", str(folder), "--device", "cpu"]) == 0
+    assert frozen[0] > 100_000 and gc.get_freeze_count() == 0
+
+
 @pytest.mark.parametrize(
     ("argv", "word"),
     [
