@@ -285,8 +285,10 @@ class Answer:
         """What it holds in a chunk."""
         raise NotImplementedError
 
-    def logprobs(self, completion: CompletionOutput, start: int) -> dict[str, Any] | None:
-        """Log probabilities of the tokens from `start` on, if they were asked for."""
+    def logprobs(
+        self, index: int, completion: CompletionOutput, start: int
+    ) -> dict[str, Any] | None:
+        """Log probabilities of this choice's tokens from `start` on, if they were asked for."""
         raise NotImplementedError
 
     def opening(self) -> list[dict[str, Any]]:
@@ -301,10 +303,11 @@ class Answer:
         self.outputs[output.request_id] = output
         start = len(known.token_ids)
         fields = self.delta(completion.text[len(known.text) :])
+        index = self.index[output.request_id]
         return self.chunk_of(
-            self.index[output.request_id],
+            index,
             fields | self.token_ids(completion, start),
-            self.logprobs(completion, start),
+            self.logprobs(index, completion, start),
             completion.finish_reason,
         )
 
@@ -332,7 +335,7 @@ class Answer:
                 "index": index,
                 **self.message(completion.text),
                 **self.token_ids(completion, 0),
-                "logprobs": self.logprobs(completion, 0),
+                "logprobs": self.logprobs(index, completion, 0),
                 "finish_reason": completion.finish_reason,
             }
             choices.append(choice)
@@ -365,21 +368,29 @@ class CompletionAnswer(Answer):
 
     delta = message
 
-    def logprobs(self, completion: CompletionOutput, start: int) -> dict[str, Any] | None:
+    def __init__(
+        self, model: str, request_ids: SequenceOf[str], return_token_ids: bool = False
+    ) -> None:
+        super().__init__(model, request_ids, return_token_ids)
+        self.told = [0] * len(request_ids)  # characters of each choice's tokens so far
+
+    def logprobs(
+        self, index: int, completion: CompletionOutput, start: int
+    ) -> dict[str, Any] | None:
         """See `Answer.logprobs`: one list for each kind of fact."""
         if completion.logprobs is None:
             return None
-        pairs = list(zip(completion.token_ids, completion.logprobs, strict=True))
-        own = [each[token] for token, each in pairs]
-        ends = list(accumulate((len(text_of(logprob)) for logprob in own), initial=0))
+        new = completion.logprobs[start:]
+        own = [each[token] for token, each in zip(completion.token_ids[start:], new, strict=True)]
+        lengths = (len(text_of(logprob)) for logprob in own)
+        *starts, self.told[index] = accumulate(lengths, initial=self.told[index])
         return {
-            "tokens": [text_of(logprob) for logprob in own[start:]],
-            "token_logprobs": [finite(logprob) for logprob in own[start:]],
+            "tokens": [text_of(logprob) for logprob in own],
+            "token_logprobs": [finite(logprob) for logprob in own],
             "top_logprobs": [
-                {text_of(logprob): finite(logprob) for logprob in each.values()}
-                for _, each in pairs[start:]
+                {text_of(logprob): finite(logprob) for logprob in each.values()} for each in new
             ],
-            "text_offset": ends[start:-1],
+            "text_offset": starts,
         }
 
 
@@ -408,7 +419,9 @@ class ChatAnswer(Answer):
         """Who speaks."""
         return [self.chunk_of(0, {"delta": {"role": "assistant", "content": ""}})]
 
-    def logprobs(self, completion: CompletionOutput, start: int) -> dict[str, Any] | None:
+    def logprobs(
+        self, index: int, completion: CompletionOutput, start: int
+    ) -> dict[str, Any] | None:
         """See `Answer.logprobs`: one object for each token."""
         if completion.logprobs is None:
             return None

@@ -23,9 +23,9 @@ from test_detokenizer import KINDS, tokenizer_of, whole
 
 from nanoteach.core_process import engine_around_process
 from nanoteach.engine import Engine
-from nanoteach.protocol import ChatRequest, CompletionRequest, token_fields
+from nanoteach.protocol import ChatRequest, CompletionAnswer, CompletionRequest, token_fields
 from nanoteach.server import running
-from nanoteach.types import Logprob, SamplingParams
+from nanoteach.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 PROMPT = "There was once a fox"
 CHAT: Any = [{"role": "user", "content": "What is 27 plus 48?"}]
@@ -228,6 +228,24 @@ def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
     plain: Any = {**arguments, "logprobs": 0}
     none = client.completions.create(**plain).choices[0].logprobs
     assert none and none.token_logprobs == pytest.approx(told.token_logprobs, abs=1e-4)
+
+
+def test_a_chunk_looks_at_its_own_tokens_alone() -> None:
+    """All of them for each chunk made a stream of 4,000 tokens 5 s of work for the event loop."""
+    answer = CompletionAnswer("tiny", ["a", "b"])
+
+    def offsets(request_id: str, *texts: str | None) -> list[int]:
+        logprobs: Any = [t and {i: Logprob(-1.0, 1, t)} for i, t in enumerate(texts)]
+        completion = CompletionOutput("", list(range(len(texts))), logprobs=logprobs)
+        output = RequestOutput(request_id, None, [1], [completion], False)
+        told: list[int] = answer.chunk(output)["choices"][0]["logprobs"]["text_offset"]
+        return told
+
+    assert offsets("a", "once", " a") == [0, 4]
+    assert offsets("b", "and") == [0]
+    assert offsets("a", None, None, " fox", " ran") == [6, 10]
+    assert offsets("a", None, None, None, None, ".") == [14]
+    assert offsets("b", None, " so") == [3]
 
 
 def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
