@@ -61,6 +61,7 @@ IGNORED = {
 """Fields that never change an answer."""
 
 LOWEST = -9999.0  # JSON has no word for minus infinity
+SHORT_ANSWER = 16  # a completion's tokens, unless more are asked for
 SHORT = 1000  # characters of a stop string, at most
 # Prompts, messages or parts of one, at most. 4 MB may hold a million, and to make an object of each
 # takes seconds, in which the event loop serves nobody.
@@ -178,7 +179,7 @@ class CompletionRequest(GenerationRequest):
         str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MANY, fail_fast=True)],
         takes(f"a text, a list of token ids, or up to {MANY:,} texts or such lists in a list"),
     ]
-    max_tokens: int | None = 16
+    max_tokens: int | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @property
@@ -193,7 +194,9 @@ class CompletionRequest(GenerationRequest):
     @property
     def params(self) -> SamplingParams:
         """In the engine's words. Raises ValueError."""
-        return self.sampling_params(self.max_tokens, self.logprobs)
+        return self.sampling_params(
+            SHORT_ANSWER if self.max_tokens is None else self.max_tokens, self.logprobs
+        )
 
 
 class TextPart(Strict):
