@@ -479,6 +479,15 @@ def test_an_api_key_is_asked_for() -> None:
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{url}/v1", api_key="wrong").models.list()
         assert httpx.get(f"{url}/v1/models").status_code == 401
+        # Nobody's body is read who does not show it, whatever is in there.
+        kind = {"content-type": "application/json"}
+        for body in (b"{", b"{}", b"b" * 2**23):
+            for path in ("completions", "chat/completions"):
+                answer = httpx.post(f"{url}/v1/{path}", content=body, headers=kind)
+                assert answer.status_code == 401, answer.text
+                assert answer.headers["www-authenticate"] == "Bearer"
+        schema = httpx.get(f"{url}/openapi.json").json()
+        assert schema["paths"]["/v1/completions"]["post"]["security"] == [{"HTTPBearer": []}]
         assert openai.OpenAI(base_url=f"{url}/v1", api_key="secret").models.list().data
         assert httpx.get(f"{url}/health").status_code == 200
 
