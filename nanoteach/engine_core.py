@@ -60,16 +60,16 @@ class Limits:
         if not self.filters:
             require_plain(params)
         params = prepare_request(prompt, params, self.vocab_size, self.max_model_len)
-        assert params.max_tokens is not None
+        most = params.max_tokens
+        assert most is not None
         # The last token that is sampled is never computed, so it needs no place.
-        room = self.num_blocks * self.block_size - len(prompt) + 1
         if open_end:
-            params = replace(params, max_tokens=min(params.max_tokens, max(1, room)))
-            assert params.max_tokens is not None
-        needed = blocks_needed(len(prompt) + params.max_tokens - 1, self.block_size)
+            most = min(most, max(1, self.num_blocks * self.block_size - len(prompt) + 1))
+            params = replace(params, max_tokens=most)
+        needed = blocks_needed(len(prompt) + most - 1, self.block_size)
         if needed > self.num_blocks:
             raise TooLong(
-                f"{len(prompt)} prompt tokens and max_tokens = {params.max_tokens} need "
+                f"{len(prompt)} prompt tokens and max_tokens = {most} need "
                 f"{needed} blocks, and the whole pool has {self.num_blocks}: shorten the "
                 "prompt, lower max_tokens, or give the engine a larger pool "
                 "(kv_cache_memory_bytes or num_gpu_blocks_override)"
