@@ -233,10 +233,11 @@ class ChatMessage(BaseModel):
 
     @property
     def plain(self) -> dict[str, str]:
-        """As chat templates know it."""
+        """As chat templates know it. What is done with a name is up to the template."""
         parts = self.content if isinstance(self.content, list) else []
         text = self.content if isinstance(self.content, str) else "".join(p.text for p in parts)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
 
 
 class ChatRequest(GenerationRequest):

@@ -134,6 +134,17 @@ def test_a_chat(client: openai.OpenAI, engine: Engine) -> None:
     assert again.usage.prompt_tokens == len(engine.apply_chat_template(plain))
 
 
+def test_a_speakers_name_reaches_the_chat_template() -> None:
+    engine = Engine("tiny", device="cpu", num_gpu_blocks_override=100)
+    engine.tokenizer.chat_template = "{% for m in messages %}{{ m.name or 'Nobody' }}{% endfor %}"
+    with running(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        for extra, name in (({"name": "Bob"}, "Bob"), ({"name": None}, "Nobody"), ({}, "Nobody")):
+            messages: Any = [{**CHAT[0], **extra}]
+            answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+            tokens = engine.tokenizer.encode(name, add_special_tokens=False)
+            assert answer.usage and answer.usage.prompt_tokens == len(tokens)
+
+
 def test_a_chat_in_chunks(client: openai.OpenAI) -> None:
     chunks = list(
         client.chat.completions.create(
