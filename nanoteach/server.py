@@ -277,12 +277,14 @@ async def until_left(request: Request) -> None:
 
 async def events(stream: Stream, answer: Answer, include_usage: bool) -> AsyncIterator[str]:
     """An answer's chunks as events. What goes wrong now can only be told in one of them."""
+    # OpenAI's chunks have a usage where it was asked for, and it is null in all but the last.
+    none_yet = {"usage": None} if include_usage else {}
     try:
         for chunk in answer.opening():
-            yield event(chunk)
+            yield event(chunk | none_yet)
         async for outputs in stream:
             # One piece of text for all that came at once.
-            yield "".join(event(answer.chunk(output)) for output in outputs)
+            yield "".join(event(answer.chunk(output) | none_yet) for output in outputs)
         if include_usage:
             yield event(answer.usage_chunk())
     except (StepFailed, EngineStopped) as error:

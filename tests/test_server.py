@@ -162,6 +162,23 @@ def test_a_chat_in_chunks(client: openai.OpenAI) -> None:
     assert usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt"), [("completions", {"prompt": "b"}), ("chat/completions", {"messages": CHAT})]
+)
+def test_usage_is_null_until_the_last_chunk(url: str, path: str, prompt: dict[str, Any]) -> None:
+    for asked in (False, True):
+        body = {"model": "tiny", "max_tokens": 5, "ignore_eos": True, "stream": True, **prompt}
+        options = {"stream_options": {"include_usage": True}} if asked else {}
+        answer = httpx.post(f"{url}/v1/{path}", json=body | options, timeout=60)
+        events = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
+        if asked:
+            last = events.pop()
+            assert last["usage"]["completion_tokens"] == 5 and last["choices"] == []
+        assert events and all(
+            event.get("usage", "none") == (None if asked else "none") for event in events
+        )
+
+
 def test_stop_strings_that_straddle_tokens(client: openai.OpenAI, engine: Engine) -> None:
     full = said(PROMPT, max_tokens=40)
     tokens = [engine.tokenizer.decode([t]) for t in engine.tokenizer.encode(full)]
