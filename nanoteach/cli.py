@@ -32,6 +32,13 @@ ENGINE_OPTIONS = (
 )
 
 
+SPEED_OPTIONS = ("repeats", "small", "profile")
+LOAD_OPTIONS = (
+    "workload", "duration", "input_len", "output_len", "slo_ttft", "slo_itl", "seed", "clients"
+)  # fmt: skip
+"""What is `bench NAME`'s alone, and `bench serve`'s."""
+
+
 def main(argv: SequenceOf[str] | None = None) -> int:
     """Run one command. A mistake that can be mended is one line on stderr, and exit code 1."""
     args = make_parser().parse_args(argv)
@@ -110,7 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument("names", nargs="*", metavar="NAME", help="a workload: see below")
     bench.add_argument("--model", help=MODEL_HELP)
     bench.add_argument("--shape", help="random weights instead of a model: qwen3-0.6b, or toy")
-    bench.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each row")
+    bench.add_argument("--repeats", type=int, metavar="N", help="runs of each row (default: 3)")
     bench.add_argument("--small", action="store_true", help="shrink the workloads, to try them")
     bench.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
     bench.add_argument(
@@ -197,6 +204,13 @@ def as_words(options: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def refuse_given(args: argparse.Namespace, names: SequenceOf[str], why: str) -> None:
+    """Raise ValueError if one of these options was given."""
+    for name in names:
+        if (value := getattr(args, name)) is not None and value is not False:
+            raise ValueError(f"{as_words({name: value})[0]} {why}: leave it out")
+
+
 def run_generate(args: argparse.Namespace) -> int:
     """Stream the continuation of a prompt."""
     from nanoteach.engine import Engine
@@ -277,6 +291,9 @@ def run_bench(args: argparse.Namespace) -> int:
     from nanoteach.bench.table import table
     from nanoteach.results import check_target, save_result
 
+    refuse_given(
+        args, ("url", "core_process", "rates", *LOAD_OPTIONS), "is for the load test, bench serve"
+    )
     check_target(args.save)
     if args.profile:
         args.profile.mkdir(parents=True, exist_ok=True)
@@ -309,12 +326,10 @@ def run_load_test(args: argparse.Namespace) -> int:
 
     if args.names != ["serve"]:
         raise ValueError("the load test runs alone: nanoteach bench serve")
+    refuse_given(args, SPEED_OPTIONS, "is not for the load test")
     check_target(args.save)
     renamed = {"slo_ttft": "ttft_limit", "slo_itl": "itl_limit"}
-    names = (
-        "workload", "duration", "input_len", "output_len", "slo_ttft", "slo_itl", "seed", "clients"
-    )  # fmt: skip
-    given = {renamed.get(n, n): v for n in names if (v := getattr(args, n)) is not None}
+    given = {renamed.get(n, n): v for n in LOAD_OPTIONS if (v := getattr(args, n)) is not None}
     rates = args.rates or [1, 2, 4, 8, 16]
     engine = engine_options(args)
     server = {"model": args.model, "shape": args.shape, "core_process": args.core_process}
@@ -340,7 +355,7 @@ def run_load_test(args: argparse.Namespace) -> int:
         words = [
             f"nanoteach bench serve --rates {' '.join(f'{rate:g}' for rate in rates)}",
             *options,
-            *as_words({name: getattr(args, name) for name in names}),
+            *as_words({name: getattr(args, name) for name in LOAD_OPTIONS}),
         ]
         device = default_device() if args.device is None else check_device(args.device)
         save_result(args.save, " ".join(words), device, {"engine": engine, **test.result()})
