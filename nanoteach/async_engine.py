@@ -27,9 +27,12 @@ from typing import Any, TypeVar
 from nanoteach.config import check_positive
 from nanoteach.core_process import CoreDied
 from nanoteach.engine import Engine, Prompt
+from nanoteach.sequence import Sequence
 from nanoteach.types import RequestOutput, SamplingParams, one_for_each
 
 T = TypeVar("T")
+Prepared = tuple[Sequence, str | None]
+"""A request that is not queued yet, and its prompt's text, if it came as text."""
 log = logging.getLogger(__name__)
 
 
@@ -169,8 +172,10 @@ class AsyncEngine:
     ) -> Stream:
         """Queue requests, all or none. Whoever has their stream must `close` it in the end.
 
-        Raises ValueError if one can't be served, QueueFull, EngineStopped.
+        They arrive now, however long it takes until the engine's thread has time for them. Raises
+        ValueError if one can't be served, QueueFull, EngineStopped.
         """
+        arrived = self.engine.core.clock.now()
         if len(prompts) > self.max_open:
             raise ValueError(
                 f"{len(prompts)} prompts are more than ever may be open at once, {self.max_open}: "
@@ -179,19 +184,30 @@ class AsyncEngine:
         self.admit(len(prompts))
         each = one_for_each(params, len(prompts))
         ids = [f"request-{next(self.ids)}" for _ in prompts] if request_ids is None else request_ids
+        strings = all(isinstance(request_id, str) for request_id in ids)
+        if not strings or not len(set(ids)) == len(ids) == len(prompts):
+            raise ValueError("request ids are strings, one for each prompt, and no two the same")
         if used := self.streams.keys() & set(ids):
             raise ValueError(f"request id {min(used)!r} is in use: give each request its own")
         stream = Stream(list(ids))
         self.streams.update(dict.fromkeys(ids, stream))
+
+        def prepare(request_id: str, prompt: Prompt, p: SamplingParams) -> Prepared:
+            text, token_ids = self.engine.tokenize(prompt)
+            settled = self.engine.core.limits.settle(token_ids, p)
+            return Sequence(request_id, token_ids, settled, arrived), text
+
+        def add(engine: Engine) -> None:
+            if used := engine.requests.keys() & set(ids):  # by one who did not come through here
+                raise ValueError(f"request id {min(used)!r} is in use: give each request its own")
+            for seq, text in prepared:
+                engine._add(seq, text, owner="step")
+
         try:
             # A long text takes a while to tokenize: neither this loop nor a step waits for it.
-            tokenized = await asyncio.to_thread(lambda: [self.engine.tokenize(p) for p in prompts])
-            token_ids = [tokens for _, tokens in tokenized]
-
-            def add(engine: Engine) -> None:
-                for request in zip(ids, token_ids, each, strict=True):
-                    engine.add_request(*request)
-
+            prepared = await asyncio.to_thread(lambda: list(map(prepare, ids, prompts, each)))
+            if stream.error:  # all were ended meanwhile, and nobody would end what came after
+                raise stream.error
             await self.call(add)
         except BaseException:  # its reader may also have left by now
             self.close(stream)

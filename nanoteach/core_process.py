@@ -143,7 +143,6 @@ class CoreProcess(EngineCore):
     def queue(self, seq: Sequence) -> None:
         """See `EngineCore.queue`."""
         number = next(self.counter)
-        seq.arrival_time = self.clock.now()
         self.sequences[seq.request_id] = self.by_number[number] = seq
         self.numbers[seq.request_id] = number
         self.send(("add", number, seq.token_ids, seq.params))

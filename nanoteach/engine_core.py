@@ -8,7 +8,7 @@ Knows: requests as token ids. Does not know: text.
 
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
 
@@ -52,18 +52,24 @@ class Limits:
     filters: bool
 
     def settle(self, prompt: SequenceOf[int], params: SamplingParams) -> SamplingParams:
-        """A request's parameters, complete. Raises ValueError if it could never be served."""
+        """A request's parameters, complete. Raises ValueError if it could never be served.
+
+        Without max_tokens a request may go on for as long as the model and the pool let it.
+        """
         open_end = params.max_tokens is None
         if not self.filters:
             require_plain(params)
         params = prepare_request(prompt, params, self.vocab_size, self.max_model_len)
-        assert params.max_tokens is not None
+        most = params.max_tokens
+        assert most is not None
         # The last token that is sampled is never computed, so it needs no place.
-        needed = blocks_needed(len(prompt) + params.max_tokens - 1, self.block_size)
+        if open_end:
+            most = min(most, max(1, self.num_blocks * self.block_size - len(prompt) + 1))
+            params = replace(params, max_tokens=most)
+        needed = blocks_needed(len(prompt) + most - 1, self.block_size)
         if needed > self.num_blocks:
-            why = " (None: up to max_model_len)" if open_end else ""
             raise TooLong(
-                f"{len(prompt)} prompt tokens and max_tokens = {params.max_tokens}{why} need "
+                f"{len(prompt)} prompt tokens and max_tokens = {most} need "
                 f"{needed} blocks, and the whole pool has {self.num_blocks}: shorten the "
                 "prompt, lower max_tokens, or give the engine a larger pool "
                 "(kv_cache_memory_bytes or num_gpu_blocks_override)"
@@ -110,11 +116,10 @@ class EngineCore:
         if request_id in self.sequences:
             raise ValueError(f"request id {request_id!r} is in use: give each request its own")
         params = self.limits.settle(prompt, params)
-        return Sequence(request_id, list(prompt), params)
+        return Sequence(request_id, list(prompt), params, arrival_time=self.clock.now())
 
     def queue(self, seq: Sequence) -> None:
         """Let a prepared request wait for its turn."""
-        seq.arrival_time = self.clock.now()
         self.sequences[seq.request_id] = seq
         self.scheduler.add(seq)
 

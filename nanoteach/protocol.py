@@ -61,7 +61,11 @@ IGNORED = {
 """Fields that never change an answer."""
 
 LOWEST = -9999.0  # JSON has no word for minus infinity
+SHORT_ANSWER = 16  # a completion's tokens, unless more are asked for
 SHORT = 1000  # characters of a stop string, at most
+# Prompts, messages or parts of one, at most. 4 MB may hold a million, and to make an object of each
+# takes seconds, in which the event loop serves nobody.
+MANY = 2048
 
 
 def refusal(kind: str, name: str, what: str) -> PydanticCustomError:
@@ -106,7 +110,7 @@ def takes(forms: str) -> WrapValidator:
 
 # fail_fast and `refuse_unknown`: a body of 4 MB may hold a million mistakes, and pydantic's list of
 # them takes minutes and gigabytes.
-Texts = Annotated[list[str], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(max_length=MANY, fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 StopString = Annotated[str, Field(max_length=SHORT)]
 Stop = Annotated[
@@ -172,10 +176,10 @@ class CompletionRequest(GenerationRequest):
     """A text to go on with, or several; token ids will do as well."""
 
     prompt: Annotated[
-        str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
-        takes("a text, a list of token ids, or a list of texts or of such lists"),
+        str | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MANY, fail_fast=True)],
+        takes(f"a text, a list of token ids, or up to {MANY:,} texts or such lists in a list"),
     ]
-    max_tokens: int | None = 16
+    max_tokens: int | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @property
@@ -190,7 +194,9 @@ class CompletionRequest(GenerationRequest):
     @property
     def params(self) -> SamplingParams:
         """In the engine's words. Raises ValueError."""
-        return self.sampling_params(self.max_tokens, self.logprobs)
+        return self.sampling_params(
+            SHORT_ANSWER if self.max_tokens is None else self.max_tokens, self.logprobs
+        )
 
 
 class TextPart(Strict):
@@ -207,8 +213,11 @@ class ChatMessage(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        str | Annotated[list[TextPart], Field(fail_fast=True)] | None,
-        takes("a text, or a list of parts such as {'type': 'text', 'text': 'Hi'} and no others"),
+        str | Annotated[list[TextPart], Field(max_length=MANY, fail_fast=True)] | None,
+        takes(
+            f"a text, or a list of up to {MANY:,} parts such as {{'type': 'text', 'text': 'Hi'}} "
+            "and no others"
+        ),
     ] = None
     name: str | None = None
 
@@ -224,16 +233,17 @@ class ChatMessage(BaseModel):
 
     @property
     def plain(self) -> dict[str, str]:
-        """As chat templates know it."""
+        """As chat templates know it. What is done with a name is up to the template."""
         parts = self.content if isinstance(self.content, list) else []
         text = self.content if isinstance(self.content, str) else "".join(p.text for p in parts)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
 
 
 class ChatRequest(GenerationRequest):
     """A conversation to go on with."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MANY, fail_fast=True)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -279,8 +289,10 @@ class Answer:
         """What it holds in a chunk."""
         raise NotImplementedError
 
-    def logprobs(self, completion: CompletionOutput, start: int) -> dict[str, Any] | None:
-        """Log probabilities of the tokens from `start` on, if they were asked for."""
+    def logprobs(
+        self, index: int, completion: CompletionOutput, start: int
+    ) -> dict[str, Any] | None:
+        """Log probabilities of this choice's tokens from `start` on, if they were asked for."""
         raise NotImplementedError
 
     def opening(self) -> list[dict[str, Any]]:
@@ -295,10 +307,11 @@ class Answer:
         self.outputs[output.request_id] = output
         start = len(known.token_ids)
         fields = self.delta(completion.text[len(known.text) :])
+        index = self.index[output.request_id]
         return self.chunk_of(
-            self.index[output.request_id],
+            index,
             fields | self.token_ids(completion, start),
-            self.logprobs(completion, start),
+            self.logprobs(index, completion, start),
             completion.finish_reason,
         )
 
@@ -326,7 +339,7 @@ class Answer:
                 "index": index,
                 **self.message(completion.text),
                 **self.token_ids(completion, 0),
-                "logprobs": self.logprobs(completion, 0),
+                "logprobs": self.logprobs(index, completion, 0),
                 "finish_reason": completion.finish_reason,
             }
             choices.append(choice)
@@ -359,21 +372,29 @@ class CompletionAnswer(Answer):
 
     delta = message
 
-    def logprobs(self, completion: CompletionOutput, start: int) -> dict[str, Any] | None:
+    def __init__(
+        self, model: str, request_ids: SequenceOf[str], return_token_ids: bool = False
+    ) -> None:
+        super().__init__(model, request_ids, return_token_ids)
+        self.told = [0] * len(request_ids)  # characters of each choice's tokens so far
+
+    def logprobs(
+        self, index: int, completion: CompletionOutput, start: int
+    ) -> dict[str, Any] | None:
         """See `Answer.logprobs`: one list for each kind of fact."""
         if completion.logprobs is None:
             return None
-        pairs = list(zip(completion.token_ids, completion.logprobs, strict=True))
-        own = [each[token] for token, each in pairs]
-        ends = list(accumulate((len(text_of(logprob)) for logprob in own), initial=0))
+        new = completion.logprobs[start:]
+        own = [each[token] for token, each in zip(completion.token_ids[start:], new, strict=True)]
+        lengths = (len(text_of(logprob)) for logprob in own)
+        *starts, self.told[index] = accumulate(lengths, initial=self.told[index])
         return {
-            "tokens": [text_of(logprob) for logprob in own[start:]],
-            "token_logprobs": [finite(logprob) for logprob in own[start:]],
+            "tokens": [text_of(logprob) for logprob in own],
+            "token_logprobs": [finite(logprob) for logprob in own],
             "top_logprobs": [
-                {text_of(logprob): finite(logprob) for logprob in each.values()}
-                for _, each in pairs[start:]
+                {text_of(logprob): finite(logprob) for logprob in each.values()} for each in new
             ],
-            "text_offset": ends[start:-1],
+            "text_offset": starts,
         }
 
 
@@ -402,7 +423,9 @@ class ChatAnswer(Answer):
         """Who speaks."""
         return [self.chunk_of(0, {"delta": {"role": "assistant", "content": ""}})]
 
-    def logprobs(self, completion: CompletionOutput, start: int) -> dict[str, Any] | None:
+    def logprobs(
+        self, index: int, completion: CompletionOutput, start: int
+    ) -> dict[str, Any] | None:
         """See `Answer.logprobs`: one object for each token."""
         if completion.logprobs is None:
             return None

@@ -17,16 +17,17 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
 from types import FrameType
-from typing import Annotated, Any
+from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -51,6 +52,8 @@ RETRY_AFTER = 1  # seconds
 # moment in which we close it costs its request.
 KEEP_ALIVE = 60
 CLIENT_LEFT = 499  # nobody reads it
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class APIError(Exception):
@@ -119,7 +122,8 @@ def create_app(
 
     bearer = HTTPBearer(auto_error=False, description="The server's API key, if it has one.")
 
-    def authorize(shown: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]) -> None:
+    async def authorize(request: Request) -> None:
+        shown = await bearer(request)
         given = shown.credentials if shown else ""
         # Headers come as latin-1, whatever their bytes were.
         if api_key and not secrets.compare_digest(given.encode("latin-1"), api_key.encode()):
@@ -129,6 +133,18 @@ def create_app(
                 headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
 
+    class KeyFirst(APIRoute):
+        """A route that asks for the key before it reads a body. Dependencies come after that."""
+
+        def get_route_handler(self) -> Handler:
+            handle = super().get_route_handler()
+
+            async def ask_first(request: Request) -> Response:
+                await authorize(request)
+                return await handle(request)
+
+            return ask_first
+
     app = FastAPI(
         title="nanoteach", lifespan=lifespan,
         exception_handlers={
@@ -137,7 +153,8 @@ def create_app(
         },
     )  # fmt: skip
     app.add_middleware(BodyLimit)
-    v1 = APIRouter(prefix="/v1", dependencies=[Depends(authorize)])
+    # `bearer` as a dependency puts the key into the API's description, no more.
+    v1 = APIRouter(prefix="/v1", route_class=KeyFirst, dependencies=[Depends(bearer)])
     started = int(time.time())
     card = {
         "id": model_name, "object": "model", "created": started, "owned_by": "nanoteach",
@@ -260,12 +277,14 @@ async def until_left(request: Request) -> None:
 
 async def events(stream: Stream, answer: Answer, include_usage: bool) -> AsyncIterator[str]:
     """An answer's chunks as events. What goes wrong now can only be told in one of them."""
+    # OpenAI's chunks have a usage where it was asked for, and it is null in all but the last.
+    none_yet = {"usage": None} if include_usage else {}
     try:
         for chunk in answer.opening():
-            yield event(chunk)
+            yield event(chunk | none_yet)
         async for outputs in stream:
             # One piece of text for all that came at once.
-            yield "".join(event(answer.chunk(output)) for output in outputs)
+            yield "".join(event(answer.chunk(output) | none_yet) for output in outputs)
         if include_usage:
             yield event(answer.usage_chunk())
     except (StepFailed, EngineStopped) as error:
@@ -298,6 +317,8 @@ async def invalid(request: Request, error: Exception) -> Response:
         what, place = f"the body is no JSON: {told['error']}", []
     elif "param" in told:  # from protocol.py; it names its field
         place, code = [*place, told["param"]], kind
+    elif kind == "too_long":
+        what = f"{'.'.join(place)}: this takes up to {told['max_length']:,}: send fewer"
     elif place:
         what = f"{'.'.join(place)}: {what}"
     elif kind in ("missing", "model_attributes_type"):

@@ -26,7 +26,8 @@ class TooLong(ValueError):
 class SamplingParams:
     """How one request is continued.
 
-    max_tokens: most tokens to generate; None means up to the model's length.
+    max_tokens: most tokens to generate; None means up to the model's length, or to what the whole
+        pool can hold.
     temperature: 0, the default, takes the best token, as does anything under 1e-5; above it, tokens
         are drawn. vLLM's default is 1.
     top_k: draw from the so many best tokens alone; 0 or -1: from all.

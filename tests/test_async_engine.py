@@ -234,12 +234,50 @@ def test_what_cant_be_served_is_refused_and_harms_nobody(
     within(engine, work)
 
 
+def test_of_a_request_that_is_refused_nothing_is_queued(engine: Engine) -> None:
+    ended: list[str] = []
+
+    class Ears(Observer):
+        def ended(self, request_id: str, reason: str) -> None:
+            ended.append(reason)
+
+    async def work(async_engine: AsyncEngine) -> None:
+        with pytest.raises(ValueError, match="no token id"):
+            await async_engine.open([[1], [1], [10**6]], some(5))
+        assert await async_engine.call(lambda engine: engine.requests) == {}
+
+    within(engine, work, observer=Ears())
+    assert ended == []
+
+
 def test_an_id_in_use_is_refused(engine: Engine) -> None:
+    engine.add_request("its own", "b", some(1500))
+
     async def work(async_engine: AsyncEngine) -> None:
         stream = await async_engine.open(["b"], some(50), ["mine"])
         with pytest.raises(ValueError, match="'mine' is in use"):
             await async_engine.open(["b"], some(1), ["mine"])
         async_engine.close(stream)
+        async_engine.close(await async_engine.open(["b"], some(1), ["mine"]))
+        with pytest.raises(ValueError, match="'its own' is in use"):
+            await async_engine.open(["b"], some(1), ["its own"])
+        ids: Any
+        for ids in (["a", "a"], ["a"], [1, 2]):
+            with pytest.raises(ValueError, match="one for each prompt, and no two the same"):
+                await async_engine.open(["b", "b"], some(1), ids)
+
+    within(engine, work)
+
+
+def test_a_request_arrives_when_it_is_opened(engine: Engine) -> None:
+    async def work(async_engine: AsyncEngine) -> None:
+        go_on = hold(async_engine)
+        asked = asyncio.create_task(last_of(async_engine, "b", some(1)))
+        await queued(async_engine, 1)
+        await asyncio.sleep(0.2)  # a step that takes so long
+        go_on.set()
+        waited = (await asked).time_to_first_token
+        assert waited and waited > 0.2
 
     within(engine, work)
 
@@ -314,6 +352,29 @@ def test_draining_lets_the_short_finish_and_ends_the_long(engine: Engine) -> Non
         with pytest.raises(EngineStopped, match="shutting down"):
             await long
         await draining
+
+    within(engine, work)
+
+
+def test_draining_ends_what_is_still_tokenized(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, go_on = engine.tokenize, threading.Event()
+
+    def tokenize(prompt: Any) -> Any:
+        go_on.wait(60)
+        return right(prompt)
+
+    monkeypatch.setattr(engine, "tokenize", tokenize)
+
+    async def work(async_engine: AsyncEngine) -> None:
+        asked = asyncio.create_task(last_of(async_engine, "b", some(1500)))
+        await asyncio.sleep(0.05)
+        await async_engine.drain(0)
+        go_on.set()
+        with pytest.raises(EngineStopped, match="shutting down"):
+            await asked
+        assert await async_engine.call(lambda engine: engine.requests) == {}
 
     within(engine, work)
 

@@ -121,6 +121,17 @@ def test_bad_prompts(engine: Engine, name: str) -> None:
     assert engine.check() == []
 
 
+def test_without_max_tokens_a_request_goes_as_far_as_the_pool_lets_it(engine: Engine) -> None:
+    """60 blocks of 4. It was refused: a chat says no max_tokens, so every chat was."""
+    open_end = SamplingParams(max_tokens=None, ignore_eos=True)
+    (output,) = engine.generate([1] * 100, open_end, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 141
+    with pytest.raises(ValueError, match="the whole pool has 60: shorten the prompt"):
+        engine.generate([1] * 241, open_end, use_tqdm=False)
+    (output,) = engine.generate([1] * 240, open_end, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 1
+
+
 def test_the_longest_that_fits_is_served(engine: Engine) -> None:
     """60 blocks of 4; the last token that is sampled needs no place."""
     (output,) = engine.generate([1] * 229, PARAMS, use_tqdm=False)

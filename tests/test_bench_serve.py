@@ -26,6 +26,7 @@ from nanoteach.bench.serve import (
     Record,
     knee,
     level_of,
+    line_of,
     percentiles,
 )
 from nanoteach.config import ModelConfig
@@ -71,6 +72,19 @@ def test_the_knee_is_the_last_rate_before_the_first_that_fails() -> None:
     assert knee(levels, 1.0) == 2
     assert knee([level(1, 0.1), level(2, 0.1, completed=1.6)], 1.0) == 1
     assert knee([level(1, 2.0)], 1.0) is None
+
+
+def test_a_client_that_is_late_is_told_of() -> None:
+    records = [record(i) for i in range(5)]
+    assert "late" not in line_of(level_of(1.0, records, (1.0, 0.2)), 1.0)
+    records[3].sent = 0.15
+    line = line_of(level_of(1.0, records, (1.0, 0.2)), 1.0)
+    assert line.endswith("  this client sent up to 150 ms late: try more --clients")
+    assert "late" not in line_of(level_of(1.0, records, (1.0, 0.2)), 2.0)
+    records[0].error = "429"
+    line = line_of(level_of(1.0, records, (1.0, 0.2)), 1.0)
+    assert line.endswith("  too much, this client sent up to 150 ms late: try more --clients, 1 "
+                         "errors: 429")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -104,6 +104,12 @@ def test_ladder_says_when_a_stage_is_wrong(
         (("start", "README.md"), "README.md is a file"),
         (("progress", "--yes"), "--reset"),
         (("ladder", "--requests", "0"), "requests"),
+        (("bench", "serve", "--small"), "--small is not for the load test: leave it out"),
+        (("bench", "serve", "--repeats", "9"), "--repeats is not for"),
+        (("bench", "serve", "--profile", "DIR"), "--profile is not for"),
+        (("bench", "nano", "--rates", "1"), "--rates is for the load test, bench serve: leave it"),
+        (("bench", "nano", "--seed", "0"), "--seed is for"),
+        (("bench", "nano", "--no-core-process"), "--no-core-process is for"),
     ],
 )
 def test_a_mistake_is_one_line(

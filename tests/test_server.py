@@ -23,12 +23,13 @@ from test_detokenizer import KINDS, tokenizer_of, whole
 
 from nanoteach.core_process import engine_around_process
 from nanoteach.engine import Engine
-from nanoteach.protocol import ChatRequest, CompletionRequest, token_fields
+from nanoteach.protocol import ChatRequest, CompletionAnswer, CompletionRequest, token_fields
 from nanoteach.server import running
-from nanoteach.types import Logprob, SamplingParams
+from nanoteach.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 PROMPT = "There was once a fox"
 CHAT: Any = [{"role": "user", "content": "What is 27 plus 48?"}]
+PARTS = [{"type": "text", "text": ""}]
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,14 @@ def test_a_completion(client: openai.OpenAI) -> None:
     assert choice.text == said(PROMPT) and choice.finish_reason == "length"
     assert answer.usage and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 16)
     assert answer.usage.total_tokens == 21
+
+
+def test_null_is_the_default(url: str) -> None:
+    fields = ("max_tokens", "top_p", "seed", "stop", "stream", "logprobs", "ignore_eos")
+    body = {"model": "tiny", "prompt": PROMPT, "temperature": 0, **dict.fromkeys(fields)}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+    assert answer["choices"][0]["text"] == said(PROMPT)
+    assert answer["usage"]["completion_tokens"] == 16
 
 
 def test_a_completion_in_chunks(client: openai.OpenAI) -> None:
@@ -125,6 +134,17 @@ def test_a_chat(client: openai.OpenAI, engine: Engine) -> None:
     assert again.usage.prompt_tokens == len(engine.apply_chat_template(plain))
 
 
+def test_a_speakers_name_reaches_the_chat_template() -> None:
+    engine = Engine("tiny", device="cpu", num_gpu_blocks_override=100)
+    engine.tokenizer.chat_template = "{% for m in messages %}{{ m.name or 'Nobody' }}{% endfor %}"
+    with running(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        for extra, name in (({"name": "Bob"}, "Bob"), ({"name": None}, "Nobody"), ({}, "Nobody")):
+            messages: Any = [{**CHAT[0], **extra}]
+            answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+            tokens = engine.tokenizer.encode(name, add_special_tokens=False)
+            assert answer.usage and answer.usage.prompt_tokens == len(tokens)
+
+
 def test_a_chat_in_chunks(client: openai.OpenAI) -> None:
     chunks = list(
         client.chat.completions.create(
@@ -140,6 +160,23 @@ def test_a_chat_in_chunks(client: openai.OpenAI) -> None:
     usage = chunks[-1].usage
     assert usage and whole.usage and usage.completion_tokens == whole.usage.completion_tokens
     assert usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"), [("completions", {"prompt": "b"}), ("chat/completions", {"messages": CHAT})]
+)
+def test_usage_is_null_until_the_last_chunk(url: str, path: str, prompt: dict[str, Any]) -> None:
+    for asked in (False, True):
+        body = {"model": "tiny", "max_tokens": 5, "ignore_eos": True, "stream": True, **prompt}
+        options = {"stream_options": {"include_usage": True}} if asked else {}
+        answer = httpx.post(f"{url}/v1/{path}", json=body | options, timeout=60)
+        events = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
+        if asked:
+            last = events.pop()
+            assert last["usage"]["completion_tokens"] == 5 and last["choices"] == []
+        assert events and all(
+            event.get("usage", "none") == (None if asked else "none") for event in events
+        )
 
 
 def test_stop_strings_that_straddle_tokens(client: openai.OpenAI, engine: Engine) -> None:
@@ -229,6 +266,24 @@ def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
     assert none and none.token_logprobs == pytest.approx(told.token_logprobs, abs=1e-4)
 
 
+def test_a_chunk_looks_at_its_own_tokens_alone() -> None:
+    """All of them for each chunk made a stream of 4,000 tokens 5 s of work for the event loop."""
+    answer = CompletionAnswer("tiny", ["a", "b"])
+
+    def offsets(request_id: str, *texts: str | None) -> list[int]:
+        logprobs: Any = [t and {i: Logprob(-1.0, 1, t)} for i, t in enumerate(texts)]
+        completion = CompletionOutput("", list(range(len(texts))), logprobs=logprobs)
+        output = RequestOutput(request_id, None, [1], [completion], False)
+        told: list[int] = answer.chunk(output)["choices"][0]["logprobs"]["text_offset"]
+        return told
+
+    assert offsets("a", "once", " a") == [0, 4]
+    assert offsets("b", "and") == [0]
+    assert offsets("a", None, None, " fox", " ran") == [6, 10]
+    assert offsets("a", None, None, None, None, ".") == [14]
+    assert offsets("b", None, " so") == [3]
+
+
 def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
     def ask(**options: Any) -> Any:
         return client.chat.completions.create(
@@ -281,6 +336,8 @@ def test_the_async_client_and_raw_events(url: str) -> None:
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": []}, "the prompt is empty"),
         ({"prompt": [5000]}, "no token id"),
+        ({"prompt": ["b"] * 2049}, "prompt: this takes .* or up to 2,048 texts or such lists"),
+        ({"prompt": [[1]] * 2049}, "prompt: this takes .* or up to 2,048 texts or such lists"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -309,7 +366,9 @@ def test_a_bad_request_is_told_why(
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user"}]}, "content is missing"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "list of parts"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts such as"),
+        ({"messages": CHAT * 2049}, "messages: this takes up to 2,048: send fewer"),
+        ({"messages": [{"role": "user", "content": PARTS * 2049}]}, "a list of up to 2,048 parts"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "tool_calls"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogates"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
@@ -448,6 +507,15 @@ def test_an_api_key_is_asked_for() -> None:
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{url}/v1", api_key="wrong").models.list()
         assert httpx.get(f"{url}/v1/models").status_code == 401
+        # Nobody's body is read who does not show it, whatever is in there.
+        kind = {"content-type": "application/json"}
+        for body in (b"{", b"{}", b"b" * 2**23):
+            for path in ("completions", "chat/completions"):
+                answer = httpx.post(f"{url}/v1/{path}", content=body, headers=kind)
+                assert answer.status_code == 401, answer.text
+                assert answer.headers["www-authenticate"] == "Bearer"
+        schema = httpx.get(f"{url}/openapi.json").json()
+        assert schema["paths"]["/v1/completions"]["post"]["security"] == [{"HTTPBearer": []}]
         assert openai.OpenAI(base_url=f"{url}/v1", api_key="secret").models.list().data
         assert httpx.get(f"{url}/health").status_code == 200
 
@@ -506,8 +574,8 @@ def test_schemathesis_finds_no_5xx(url: str) -> None:
         @given(case=operation.as_strategy())
         @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
         def try_it(case: schemathesis.Case) -> None:
-            if isinstance(case.body, dict) and case.body.get("max_tokens", 16) is None:
-                case.body["max_tokens"] = 4  # to the model's end takes long
+            if isinstance(case.body, dict) and case.body.get("max_tokens") is None:
+                case.body["max_tokens"] = 4  # a chat to the model's end takes long
             answer = case.call(timeout=60)
             statuses.add(answer.status_code)
             assert answer.status_code < 500, answer.text

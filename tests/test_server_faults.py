@@ -312,11 +312,38 @@ def test_a_second_ctrl_c_ends_it_now(server: tuple[subprocess.Popen[str], str]) 
     assert process.stderr and "Traceback" not in process.stderr.read()
 
 
+def test_a_sigterm_before_uvicorn_listens_for_it_ends_the_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, known = Server.run, signal.getsignal(signal.SIGTERM)
+
+    def run(self: Server, listeners: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        assert self.should_exit
+        right(self, listeners)
+
+    monkeypatch.setattr(Server, "run", run)
+    try:
+        argv = ["--port", "0", "--model", str(folder), "--device", "cpu"]
+        assert cli.main(["serve", *argv, "--num-gpu-blocks-override", "400"]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, known)
+
+
 def test_an_idle_server_ends_at_once(server: tuple[subprocess.Popen[str], str]) -> None:
     process, url = server
     assert httpx.get(f"{url}/health").status_code == 200
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
+
+
+def test_what_is_there_at_the_start_is_no_work_for_the_garbage_collector(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[int] = []
+    monkeypatch.setattr(Server, "run", lambda *_: frozen.append(gc.get_freeze_count()))
+    assert cli.main(["serve", "--port", "0", "--model", str(folder), "--device", "cpu"]) == 0
+    assert frozen[0] > 100_000 and gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize(
