@@ -385,8 +385,12 @@ class Engine:
 
 def overlap(text: str, stop: str) -> int:
     """How many characters at the text's end could become `stop`, which is not in it yet."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+    end = text[max(0, len(text) - len(stop) + 1) :]  # no more than that
+    while not stop.startswith(end):
+        # Not at every place, of which a long `stop` has many: where its first character is next.
+        _, first, rest = end[1:].partition(stop[0])
+        end = first + rest
+    return len(end)
 
 
 def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

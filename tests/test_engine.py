@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from fakes import save_random_model
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nanoteach import types
 from nanoteach.cost_model import SHAPES, VirtualClock
-from nanoteach.engine import Engine
+from nanoteach.engine import Engine, overlap
 from nanoteach.hardware import hardware_named
 from nanoteach.types import RequestOutput, SamplingParams
 
@@ -227,6 +229,30 @@ def test_text_that_was_held_back_is_shown_in_the_end(engine: Engine) -> None:
     output = generate(engine, PROMPTS[0], SamplingParams(24, stop=almost, ignore_eos=True))
     assert text(output) == full
     assert output.outputs[0].finish_reason == "length"
+
+
+@given(st.text("ab", max_size=8), st.text("ab", min_size=1, max_size=6))
+def test_overlap_is_the_longest_end_that_is_a_beginning(before: str, stop: str) -> None:
+    lengths = [n for n in range(1, len(stop)) if before.endswith(stop[:n])]
+    assert overlap(before, stop) == max(lengths, default=0)
+
+
+def test_a_long_stop_string_is_not_tried_at_every_place() -> None:
+    class Counted(str):
+        tried = 0
+
+        def startswith(self, *args: Any) -> bool:
+            Counted.tried += 1
+            return super().startswith(*args)
+
+        def __getitem__(self, key: Any) -> str:
+            Counted.tried += isinstance(key, slice)
+            return super().__getitem__(key)
+
+    stop = Counted("<" + "ab" * 500)
+    assert overlap("A long text. " * 200 + "<abab", stop) == 5
+    assert overlap("A long text. " * 200, stop) == 0
+    assert Counted.tried < 10
 
 
 # --- streams ----------------------------------------------------------------------------------
