@@ -4,6 +4,7 @@ What the tokens should be is settled elsewhere, against transformers. Here they 
 those of an engine without prefix caching that serves one request at a time.
 """
 
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -263,6 +264,16 @@ def test_a_stream_ends_in_what_generate_gives(engine: Engine) -> None:
     assert [len(tokens(output)) for output in outputs] == list(range(1, 25))
     assert [output.finished for output in outputs] == [False] * 23 + [True]
     assert outputs[-1].outputs == generate(engine, PROMPTS[0]).outputs
+
+
+def test_an_output_stays_as_it_is_but_for_its_times_which_are_not_copied(engine: Engine) -> None:
+    outputs, known = [], []
+    for output in engine.stream(PROMPTS[0], SamplingParams(9, logprobs=1, ignore_eos=True)):
+        outputs.append(output)
+        known.append(copy.deepcopy(output.outputs))
+    assert [output.outputs for output in outputs] == known
+    assert all(output.token_times is outputs[0].token_times for output in outputs)
+    assert len(outputs[0].token_times) == 9
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 5])
