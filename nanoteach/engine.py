@@ -54,6 +54,7 @@ class Request:
     """Where a stop string begins in the text."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     """Those of `seq`, with the tokens' texts."""
+    cumulative_logprob: float = 0.0
     prompt_token_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,14 +68,15 @@ class Request:
         before = len(detokenizer.text)
         seen = seq.num_prompt_tokens + detokenizer.num_tokens
         detokenizer.extend(seq.token_ids[seen:last], final=reason is not None)
-        decode = detokenizer.tokenizer.decode
-        self.logprobs += [
-            {
-                token: replace(logprob, decoded_token=decode([token]))
-                for token, logprob in each.items()
-            }
-            for each in seq.logprobs[len(self.logprobs) :]
-        ]
+        for logprobs in seq.logprobs[len(self.logprobs) :]:
+            token = seq.token_ids[seq.num_prompt_tokens + len(self.logprobs)]
+            self.cumulative_logprob += logprobs[token].logprob
+            self.logprobs.append(
+                {
+                    token: replace(logprob, decoded_token=detokenizer.tokenizer.decode([token]))
+                    for token, logprob in logprobs.items()
+                }
+            )
         if self.stopped_at is None and (stops := seq.params.stop):
             text = detokenizer.text
             starts = (text.find(stop, max(0, before - len(stop) + 1)) for stop in stops)
@@ -96,8 +98,7 @@ class Request:
         reason = "stop" if self.stopped_at is not None else seq.finish_reason
         completion = CompletionOutput(self.text, seq.output_token_ids, reason)
         if seq.params.logprobs is not None:
-            told = zip(completion.token_ids, self.logprobs, strict=True)
-            completion.cumulative_logprob = sum(each[token].logprob for token, each in told)
+            completion.cumulative_logprob = self.cumulative_logprob
             completion.logprobs = list(self.logprobs)
         return RequestOutput(
             request_id=seq.request_id,
