@@ -1,10 +1,10 @@
 """`Engine`: the best of every stage, with text in and text out, under vLLM's names."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 from numbers import Integral
 from operator import index
 from pathlib import Path
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from nanoteach.config import EngineConfig, check_flag, option_names, refuse_unknown
 from nanoteach.cost_model import Clock
-from nanoteach.detokenizer import Detokenizer
+from nanoteach.detokenizer import Detokenizer, text_of_token
 from nanoteach.engine_core import EngineCore
 from nanoteach.hub import check_device, default_device, default_model, resolve_model
 from nanoteach.loader import check_dtype, eos_token_ids, load_model, load_tokenizer
@@ -48,6 +48,8 @@ class Request:
     seq: Sequence
     prompt: str | None
     detokenizer: Detokenizer
+    text_of: Callable[[int], str]
+    """One token's text."""
     owner: str
     """"step" if its outputs go to `step`; else whoever waits for it: "generate" or "stream"."""
     stopped_at: int | None = None
@@ -72,10 +74,7 @@ class Request:
             token = seq.token_ids[seq.num_prompt_tokens + len(self.logprobs)]
             self.cumulative_logprob += logprobs[token].logprob
             self.logprobs.append(
-                {
-                    token: replace(logprob, decoded_token=detokenizer.tokenizer.decode([token]))
-                    for token, logprob in logprobs.items()
-                }
+                {i: Logprob(x.logprob, x.rank, self.text_of(i)) for i, x in logprobs.items()}
             )
         if self.stopped_at is None and (stops := seq.params.stop):
             text = detokenizer.text
@@ -167,6 +166,7 @@ class Engine:
 
     def _set_up(self, core: EngineCore, tokenizer: Any) -> None:
         self.core, self.tokenizer = core, tokenizer
+        self.text_of = cache(partial(text_of_token, tokenizer))  # 20 a token, with logprobs=20
         self.requests: dict[str, Request] = {}
         self.changed: dict[str, Request] = {}
         """Requests of `step`'s whose news it has not delivered yet."""
@@ -362,7 +362,7 @@ class Engine:
 
     def _add(self, seq: Sequence, text: str | None, owner: str) -> Request:
         self.core.queue(seq)
-        request = Request(seq, text, Detokenizer(self.tokenizer), owner)
+        request = Request(seq, text, Detokenizer(self.tokenizer), self.text_of, owner)
         self.requests[seq.request_id] = request
         return request
 

@@ -256,6 +256,14 @@ def test_a_long_stop_string_is_not_tried_at_every_place() -> None:
     assert Counted.tried < 10
 
 
+def test_the_text_of_a_logprobs_token_is_made_once(engine: Engine) -> None:
+    params = SamplingParams(24, logprobs=5, ignore_eos=True)
+    outputs = engine.generate([PROMPTS[0]] * 3, params, use_tqdm=False)
+    told = [each for output in outputs for each in output.outputs[0].logprobs or []]
+    kinds = {token for each in told for token in each}
+    assert engine.text_of.cache_info().misses == len(kinds) < 24 * 5 < sum(map(len, told))
+
+
 # --- streams ----------------------------------------------------------------------------------
 
 
