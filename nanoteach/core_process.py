@@ -96,6 +96,7 @@ class CoreProcess(EngineCore):
                 raise first
         except BaseException:
             self.process.kill()
+            self.close()
             raise
         self.limits: Limits = first
         self.max_model_len = first.max_model_len
@@ -103,11 +104,11 @@ class CoreProcess(EngineCore):
     def close(self) -> None:
         """End the process."""
         self.send(None)
+        self.connection.close()  # it may be waiting for us to read what it sends
         self.process.join(timeout=10)
         self.process.kill()  # if it is in a step that does not end
         self.process.join()
         atexit.unregister(self.process.kill)
-        self.connection.close()
 
     @property
     def alive(self) -> bool:
@@ -230,10 +231,11 @@ def run_core(build: Callable[[], EngineCore], connection: Connection) -> None:
 
 
 def read_all(connection: Connection, messages: "queue.SimpleQueue[Any]") -> None:
-    """Fetch what the other side sends. When it is gone, so is this process, whatever it does."""
+    """Fetch what the other side sends, up to None. If it goes before that, so does this process."""
     try:
-        while True:
-            messages.put(connection.recv())
+        while (message := connection.recv()) is not None:
+            messages.put(message)
+        messages.put(None)
     except (EOFError, OSError):
         os._exit(1)  # to build a core may take minutes, and hold a GPU meanwhile
     except Exception:  # such as a class that is not to be found here

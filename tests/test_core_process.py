@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import gc
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -161,6 +163,51 @@ def test_a_mistake_in_its_making_is_told(folder: Path) -> None:
     for options, word in (({"max_model_len": 0}, "max_model_len"), ({"device": "gpu"}, "device")):
         with pytest.raises(ValueError, match=word), engine_around_process(folder, **options):
             pass
+
+
+def test_one_that_could_not_be_made_leaves_nothing_open(folder: Path) -> None:
+    before = 0
+    for i in range(3):
+        with contextlib.suppress(ValueError), engine_around_process(folder, device="gpu"):
+            pass
+        gc.collect()
+        if i == 0:  # multiprocessing keeps something of its own open
+            before = len(os.listdir("/dev/fd"))
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_it_can_be_closed_while_its_news_wait_for_a_reader(folder: Path) -> None:
+    options = {**OPTIONS, "num_gpu_blocks_override": 20_000, "max_num_seqs": 64}
+    with engine_around_process(folder, **options) as engine:
+        for i in range(64):
+            engine.add_request(str(i), "b", some(1900))
+        time.sleep(3)  # its news fill the pipe
+    assert isinstance(engine.core, CoreProcess)
+    assert engine.core.process.exitcode == 0  # not killed, after ten seconds
+
+
+def test_it_ends_without_a_word(folder: Path) -> None:
+    """Whether it has nothing to do, or is in the middle of something."""
+    code = """
+import sys
+from nanoteach.core_process import engine_around_process
+from nanoteach.types import SamplingParams
+if __name__ == "__main__":
+    for busy in (False, True):
+        with engine_around_process(sys.argv[1], device="cpu", block_size=16) as engine:
+            if busy:
+                engine.add_request("x", "b", SamplingParams(1900, ignore_eos=True))
+                engine.step()
+        print(engine.core.process.exitcode)
+"""
+    script = folder / "ends.py"
+    script.write_text(code)
+    ended = subprocess.run(
+        [sys.executable, str(script), str(folder)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=200,
+    )  # fmt: skip
+    assert (ended.stdout, ended.stderr) == ("0\n0\n", "")
 
 
 def build_slowly(seconds: float) -> EngineCore:
