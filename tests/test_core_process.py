@@ -334,6 +334,19 @@ def test_a_server_whose_process_died_says_so(folder: Path) -> None:
         assert httpx.post(f"{url}/v1/completions", json=wanted).status_code == 503
 
 
+def build_telling(folder: Path) -> EngineCore:
+    """A core whose `check` says how many objects the garbage collector will not look at."""
+    core = build_core(folder, OPTIONS)
+    core.check = lambda: [str(gc.get_freeze_count())]  # type: ignore[method-assign]
+    return core
+
+
+def test_what_the_start_made_is_not_walked_for_garbage(folder: Path) -> None:
+    with contextlib.closing(CoreProcess(partial(build_telling, folder))) as core:
+        (frozen,) = core.check()
+    assert int(frozen) > 100_000
+
+
 def build_fast(folder: Path) -> EngineCore:
     """A core whose steps cost next to nothing, so that nobody can keep up with it."""
     core = build_core(folder, OPTIONS)
