@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from nanoteach.engine_core import EngineCore
 from nanoteach.loader import load_tokenizer
 from nanoteach.metrics import Metrics
 from nanoteach.server import running
-from nanoteach.types import SamplingParams
+from nanoteach.types import RequestOutput, SamplingParams
 
 ROOT = Path(__file__).parent.parent
 OPTIONS: dict[str, Any] = {
@@ -191,7 +192,7 @@ def test_it_ends_without_a_word(folder: Path) -> None:
     code = """
 import sys
 from nanoteach.core_process import engine_around_process
-from nanoteach.types import SamplingParams
+from nanoteach.types import RequestOutput, SamplingParams
 if __name__ == "__main__":
     for busy in (False, True):
         with engine_around_process(sys.argv[1], device="cpu", block_size=16) as engine:
@@ -345,6 +346,63 @@ def test_what_the_start_made_is_not_walked_for_garbage(folder: Path) -> None:
     with contextlib.closing(CoreProcess(partial(build_telling, folder))) as core:
         (frozen,) = core.check()
     assert int(frozen) > 100_000
+
+
+def build_slow_steps(folder: Path, seconds: float) -> EngineCore:
+    """A core whose steps take so long, and give a token each."""
+    core = build_core(folder, OPTIONS)
+
+    def execute(scheduled: Any) -> Any:
+        time.sleep(seconds)
+        return [5 if part.gives_token else None for part in scheduled]
+
+    core.runner.execute = execute  # type: ignore[method-assign]
+    return core
+
+
+def test_a_new_request_is_in_the_next_step(folder: Path) -> None:
+    """It comes early in a step of 0.6 s: its token comes with the end of the step after that."""
+    with contextlib.closing(CoreProcess(partial(build_slow_steps, folder, 0.6))) as core:
+        engine = Engine.around(core, load_tokenizer(folder), EngineConfig(max_num_seqs=8))
+
+        async def main() -> None:
+            async with AsyncEngine(engine) as async_engine:
+                running = await async_engine.open(["b"], some(1000))
+                await anext(running)
+                (before,) = await anext(running)
+                new = await async_engine.open(["b"], some(1))
+                (output,) = await anext(new)
+                (after,) = running.unread.values()
+                steps = len(after.outputs[0].token_ids) - len(before.outputs[0].token_ids)
+                assert output.finished and steps == 2
+                async_engine.close(running)
+                async_engine.close(new)
+
+        asyncio.run(main())
+
+
+def test_to_wake_it_often_does_no_harm(engine: Engine) -> None:
+    """With nothing to do, more often than its buffer takes, and while it steps."""
+    (expected,) = engine.generate("abc", some(30), use_tqdm=False)
+    for _ in range(100_000):
+        engine.core.wake()
+    engine.add_request("x", "abc", some(30))
+    last: list[RequestOutput] = []
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: [engine.core.wake() for _ in range(1000)])
+        while engine.has_unfinished_requests():
+            last = engine.step() or last
+    assert last[0].outputs == expected.outputs
+
+
+def test_after_its_end(folder: Path) -> None:
+    with engine_around_process(folder, **OPTIONS) as engine:
+        pass
+    engine.core.wake()
+    assert isinstance(engine.core, CoreProcess)
+    engine.core.close()  # once more
+    with pytest.raises(CoreDied, match="exit code 0"):
+        engine.generate("b", use_tqdm=False)
 
 
 def build_fast(folder: Path) -> EngineCore:
