@@ -145,6 +145,7 @@ class AsyncEngine:
         future: asyncio.Future[T] = self.loop.create_future()
         self.calls.add(future)
         self.commands.put(lambda: self._carry_out(function, future))
+        self.engine.core.wake()  # or it hears of a new request when the next step has begun
         try:
             return await future
         finally:

@@ -78,3 +78,16 @@ class Detokenizer:
         )
         assert isinstance(text, str)
         return text
+
+
+def text_of_token(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
+    """One token's text, where it follows a letter. (Alone, Llama's would lose a space before it.)
+
+    Of a part of a character it is replacement characters.
+    """
+    letter = tokenizer.encode("a", add_special_tokens=False)
+    before, after = (
+        str(tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+        for token_ids in (letter, [*letter, token_id])
+    )
+    return after[len(before) :]

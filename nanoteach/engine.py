@@ -1,10 +1,10 @@
 """`Engine`: the best of every stage, with text in and text out, under vLLM's names."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 from numbers import Integral
 from operator import index
 from pathlib import Path
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from nanoteach.config import EngineConfig, check_flag, option_names, refuse_unknown
 from nanoteach.cost_model import Clock
-from nanoteach.detokenizer import Detokenizer
+from nanoteach.detokenizer import Detokenizer, text_of_token
 from nanoteach.engine_core import EngineCore
 from nanoteach.hub import check_device, default_device, default_model, resolve_model
 from nanoteach.loader import check_dtype, eos_token_ids, load_model, load_tokenizer
@@ -48,12 +48,15 @@ class Request:
     seq: Sequence
     prompt: str | None
     detokenizer: Detokenizer
+    text_of: Callable[[int], str]
+    """One token's text."""
     owner: str
     """"step" if its outputs go to `step`; else whoever waits for it: "generate" or "stream"."""
     stopped_at: int | None = None
     """Where a stop string begins in the text."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     """Those of `seq`, with the tokens' texts."""
+    cumulative_logprob: float = 0.0
     prompt_token_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,14 +70,12 @@ class Request:
         before = len(detokenizer.text)
         seen = seq.num_prompt_tokens + detokenizer.num_tokens
         detokenizer.extend(seq.token_ids[seen:last], final=reason is not None)
-        decode = detokenizer.tokenizer.decode
-        self.logprobs += [
-            {
-                token: replace(logprob, decoded_token=decode([token]))
-                for token, logprob in each.items()
-            }
-            for each in seq.logprobs[len(self.logprobs) :]
-        ]
+        for logprobs in seq.logprobs[len(self.logprobs) :]:
+            token = seq.token_ids[seq.num_prompt_tokens + len(self.logprobs)]
+            self.cumulative_logprob += logprobs[token].logprob
+            self.logprobs.append(
+                {i: Logprob(x.logprob, x.rank, self.text_of(i)) for i, x in logprobs.items()}
+            )
         if self.stopped_at is None and (stops := seq.params.stop):
             text = detokenizer.text
             starts = (text.find(stop, max(0, before - len(stop) + 1)) for stop in stops)
@@ -96,8 +97,7 @@ class Request:
         reason = "stop" if self.stopped_at is not None else seq.finish_reason
         completion = CompletionOutput(self.text, seq.output_token_ids, reason)
         if seq.params.logprobs is not None:
-            told = zip(completion.token_ids, self.logprobs, strict=True)
-            completion.cumulative_logprob = sum(each[token].logprob for token, each in told)
+            completion.cumulative_logprob = self.cumulative_logprob
             completion.logprobs = list(self.logprobs)
         return RequestOutput(
             request_id=seq.request_id,
@@ -107,7 +107,7 @@ class Request:
             finished=reason is not None,
             num_cached_tokens=seq.num_cached_tokens or 0,
             time_to_first_token=times[0] - seq.arrival_time if times else None,
-            token_times=list(times),
+            token_times=times,  # a copy for every token would take longer than all the rest
         )
 
 
@@ -166,6 +166,7 @@ class Engine:
 
     def _set_up(self, core: EngineCore, tokenizer: Any) -> None:
         self.core, self.tokenizer = core, tokenizer
+        self.text_of = cache(partial(text_of_token, tokenizer))  # 20 a token, with logprobs=20
         self.requests: dict[str, Request] = {}
         self.changed: dict[str, Request] = {}
         """Requests of `step`'s whose news it has not delivered yet."""
@@ -361,7 +362,7 @@ class Engine:
 
     def _add(self, seq: Sequence, text: str | None, owner: str) -> Request:
         self.core.queue(seq)
-        request = Request(seq, text, Detokenizer(self.tokenizer), owner)
+        request = Request(seq, text, Detokenizer(self.tokenizer), self.text_of, owner)
         self.requests[seq.request_id] = request
         return request
 
@@ -385,8 +386,12 @@ class Engine:
 
 def overlap(text: str, stop: str) -> int:
     """How many characters at the text's end could become `stop`, which is not in it yet."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+    end = text[max(0, len(text) - len(stop) + 1) :]  # no more than that
+    while not stop.startswith(end):
+        # Not at every place, of which a long `stop` has many: where its first character is next.
+        _, first, rest = end[1:].partition(stop[0])
+        end = first + rest
+    return len(end)
 
 
 def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

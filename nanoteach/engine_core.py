@@ -203,6 +203,9 @@ class EngineCore:
         """Whether a step is done already, so that `step` will not wait: there alone."""
         return False
 
+    def wake(self) -> None:
+        """Let a `step` that waits for news return: there alone. Any thread may call this."""
+
     def generate(
         self,
         prompts: SequenceOf[SequenceOf[int]],

@@ -234,6 +234,7 @@ class RequestOutput:
     """What a request has come to so far. Times are in seconds on the engine's clock.
 
     token_times: when each output token came; time_to_first_token counts from the request's arrival.
+        It is the request's own list, and grows with it; all else here stays as it is.
     """
 
     request_id: str

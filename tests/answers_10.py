@@ -80,6 +80,12 @@ OVERLAP = "nanoteach.engine.overlap"
 
 
 @second(OVERLAP)
+def length_by_length(text, stop):
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+@second(OVERLAP)
 def letter_by_letter(text, stop):
     n = min(len(text), len(stop) - 1)
     while n and text[len(text) - n :] != stop[:n]:

@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import gc
 import itertools
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from nanoteach.engine_core import EngineCore
 from nanoteach.loader import load_tokenizer
 from nanoteach.metrics import Metrics
 from nanoteach.server import running
-from nanoteach.types import SamplingParams
+from nanoteach.types import RequestOutput, SamplingParams
 
 ROOT = Path(__file__).parent.parent
 OPTIONS: dict[str, Any] = {
@@ -163,6 +166,51 @@ def test_a_mistake_in_its_making_is_told(folder: Path) -> None:
             pass
 
 
+def test_one_that_could_not_be_made_leaves_nothing_open(folder: Path) -> None:
+    before = 0
+    for i in range(3):
+        with contextlib.suppress(ValueError), engine_around_process(folder, device="gpu"):
+            pass
+        gc.collect()
+        if i == 0:  # multiprocessing keeps something of its own open
+            before = len(os.listdir("/dev/fd"))
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_it_can_be_closed_while_its_news_wait_for_a_reader(folder: Path) -> None:
+    options = {**OPTIONS, "num_gpu_blocks_override": 20_000, "max_num_seqs": 64}
+    with engine_around_process(folder, **options) as engine:
+        for i in range(64):
+            engine.add_request(str(i), "b", some(1900))
+        time.sleep(3)  # its news fill the pipe
+    assert isinstance(engine.core, CoreProcess)
+    assert engine.core.process.exitcode == 0  # not killed, after ten seconds
+
+
+def test_it_ends_without_a_word(folder: Path) -> None:
+    """Whether it has nothing to do, or is in the middle of something."""
+    code = """
+import sys
+from nanoteach.core_process import engine_around_process
+from nanoteach.types import RequestOutput, SamplingParams
+if __name__ == "__main__":
+    for busy in (False, True):
+        with engine_around_process(sys.argv[1], device="cpu", block_size=16) as engine:
+            if busy:
+                engine.add_request("x", "b", SamplingParams(1900, ignore_eos=True))
+                engine.step()
+        print(engine.core.process.exitcode)
+"""
+    script = folder / "ends.py"
+    script.write_text(code)
+    ended = subprocess.run(
+        [sys.executable, str(script), str(folder)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=200,
+    )  # fmt: skip
+    assert (ended.stdout, ended.stderr) == ("0\n0\n", "")
+
+
 def build_slowly(seconds: float) -> EngineCore:
     """What takes long, as a core on a GPU does."""
     time.sleep(seconds)
@@ -285,6 +333,76 @@ def test_a_server_whose_process_died_says_so(folder: Path) -> None:
             answer = httpx.get(f"{url}/metrics")
             assert answer.status_code == 503 and "engine" in answer.json()["error"]["message"]
         assert httpx.post(f"{url}/v1/completions", json=wanted).status_code == 503
+
+
+def build_telling(folder: Path) -> EngineCore:
+    """A core whose `check` says how many objects the garbage collector will not look at."""
+    core = build_core(folder, OPTIONS)
+    core.check = lambda: [str(gc.get_freeze_count())]  # type: ignore[method-assign]
+    return core
+
+
+def test_what_the_start_made_is_not_walked_for_garbage(folder: Path) -> None:
+    with contextlib.closing(CoreProcess(partial(build_telling, folder))) as core:
+        (frozen,) = core.check()
+    assert int(frozen) > 100_000
+
+
+def build_slow_steps(folder: Path, seconds: float) -> EngineCore:
+    """A core whose steps take so long, and give a token each."""
+    core = build_core(folder, OPTIONS)
+
+    def execute(scheduled: Any) -> Any:
+        time.sleep(seconds)
+        return [5 if part.gives_token else None for part in scheduled]
+
+    core.runner.execute = execute  # type: ignore[method-assign]
+    return core
+
+
+def test_a_new_request_is_in_the_next_step(folder: Path) -> None:
+    """It comes early in a step of 0.6 s: its token comes with the end of the step after that."""
+    with contextlib.closing(CoreProcess(partial(build_slow_steps, folder, 0.6))) as core:
+        engine = Engine.around(core, load_tokenizer(folder), EngineConfig(max_num_seqs=8))
+
+        async def main() -> None:
+            async with AsyncEngine(engine) as async_engine:
+                running = await async_engine.open(["b"], some(1000))
+                await anext(running)
+                (before,) = await anext(running)
+                new = await async_engine.open(["b"], some(1))
+                (output,) = await anext(new)
+                (after,) = running.unread.values()
+                steps = len(after.outputs[0].token_ids) - len(before.outputs[0].token_ids)
+                assert output.finished and steps == 2
+                async_engine.close(running)
+                async_engine.close(new)
+
+        asyncio.run(main())
+
+
+def test_to_wake_it_often_does_no_harm(engine: Engine) -> None:
+    """With nothing to do, more often than its buffer takes, and while it steps."""
+    (expected,) = engine.generate("abc", some(30), use_tqdm=False)
+    for _ in range(100_000):
+        engine.core.wake()
+    engine.add_request("x", "abc", some(30))
+    last: list[RequestOutput] = []
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: [engine.core.wake() for _ in range(1000)])
+        while engine.has_unfinished_requests():
+            last = engine.step() or last
+    assert last[0].outputs == expected.outputs
+
+
+def test_after_its_end(folder: Path) -> None:
+    with engine_around_process(folder, **OPTIONS) as engine:
+        pass
+    engine.core.wake()
+    assert isinstance(engine.core, CoreProcess)
+    engine.core.close()  # once more
+    with pytest.raises(CoreDied, match="exit code 0"):
+        engine.generate("b", use_tqdm=False)
 
 
 def build_fast(folder: Path) -> EngineCore:

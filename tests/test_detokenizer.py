@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from nanoteach.detokenizer import Detokenizer
+from nanoteach.detokenizer import Detokenizer, text_of_token
 from nanoteach.hub import resolve_model
 from nanoteach.loader import load_tokenizer
 
@@ -201,3 +201,14 @@ def test_a_long_text_is_quick() -> None:
     for token in tokens:
         detokenizer.extend([token])
     assert time.perf_counter() - start < len(tokens) * 2e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_texts_of_single_tokens_keep_their_spaces(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    token_ids = tokenizer.encode("A fox ran over the snow.", add_special_tokens=False)
+    joined = "".join(text_of_token(tokenizer, token) for token in token_ids)
+    assert joined.removeprefix(" ") == whole(tokenizer, token_ids)
+    if kind != "byte_fallback":
+        for token in range(len(tokenizer)):
+            assert text_of_token(tokenizer, token) == tokenizer.decode([token])

@@ -4,6 +4,7 @@ What the tokens should be is settled elsewhere, against transformers. Here they 
 those of an engine without prefix caching that serves one request at a time.
 """
 
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 from fakes import save_random_model
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nanoteach import types
 from nanoteach.cost_model import SHAPES, VirtualClock
-from nanoteach.engine import Engine
+from nanoteach.engine import Engine, overlap
 from nanoteach.hardware import hardware_named
 from nanoteach.types import RequestOutput, SamplingParams
 
@@ -229,6 +232,38 @@ def test_text_that_was_held_back_is_shown_in_the_end(engine: Engine) -> None:
     assert output.outputs[0].finish_reason == "length"
 
 
+@given(st.text("ab", max_size=8), st.text("ab", min_size=1, max_size=6))
+def test_overlap_is_the_longest_end_that_is_a_beginning(before: str, stop: str) -> None:
+    lengths = [n for n in range(1, len(stop)) if before.endswith(stop[:n])]
+    assert overlap(before, stop) == max(lengths, default=0)
+
+
+def test_a_long_stop_string_is_not_tried_at_every_place() -> None:
+    class Counted(str):
+        tried = 0
+
+        def startswith(self, *args: Any) -> bool:
+            Counted.tried += 1
+            return super().startswith(*args)
+
+        def __getitem__(self, key: Any) -> str:
+            Counted.tried += isinstance(key, slice)
+            return super().__getitem__(key)
+
+    stop = Counted("<" + "ab" * 500)
+    assert overlap("A long text. " * 200 + "<abab", stop) == 5
+    assert overlap("A long text. " * 200, stop) == 0
+    assert Counted.tried < 10
+
+
+def test_the_text_of_a_logprobs_token_is_made_once(engine: Engine) -> None:
+    params = SamplingParams(24, logprobs=5, ignore_eos=True)
+    outputs = engine.generate([PROMPTS[0]] * 3, params, use_tqdm=False)
+    told = [each for output in outputs for each in output.outputs[0].logprobs or []]
+    kinds = {token for each in told for token in each}
+    assert engine.text_of.cache_info().misses == len(kinds) < 24 * 5 < sum(map(len, told))
+
+
 # --- streams ----------------------------------------------------------------------------------
 
 
@@ -237,6 +272,16 @@ def test_a_stream_ends_in_what_generate_gives(engine: Engine) -> None:
     assert [len(tokens(output)) for output in outputs] == list(range(1, 25))
     assert [output.finished for output in outputs] == [False] * 23 + [True]
     assert outputs[-1].outputs == generate(engine, PROMPTS[0]).outputs
+
+
+def test_an_output_stays_as_it_is_but_for_its_times_which_are_not_copied(engine: Engine) -> None:
+    outputs, known = [], []
+    for output in engine.stream(PROMPTS[0], SamplingParams(9, logprobs=1, ignore_eos=True)):
+        outputs.append(output)
+        known.append(copy.deepcopy(output.outputs))
+    assert [output.outputs for output in outputs] == known
+    assert all(output.token_times is outputs[0].token_times for output in outputs)
+    assert len(outputs[0].token_times) == 9
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 5])
