@@ -662,7 +662,9 @@ reveal("H200: requests a second at the knee, 128 to 4,096 tokens in, 32 to 128 o
 # A message is a list of `News`, one for each request of the step (its number, its token, when it
 # came, why it ended if it did), or a `Failure`: the numbers of those that were in a step that
 # raised. `inbox` has the messages that came before the answer to a question, and `has_news` says
-# whether any lies ready. `by_number` has the request of every number.
+# whether any lies ready. `by_number` has the request of every number. `woken` waits for a message,
+# or for somebody here who wants something first: a new request, say, must be over there before the
+# next step begins.
 
 # %%
 show("nanoteach.core_process.CoreProcess.step")
