@@ -32,6 +32,7 @@ from nanoteach.bench.serve import (
 from nanoteach.config import ModelConfig
 from nanoteach.engine import Engine
 from nanoteach.loader import load_model
+from nanoteach.sequence import Sequence
 from nanoteach.server import running
 
 
@@ -161,13 +162,13 @@ def test_a_server_that_cant_follow_is_found_out(
 def test_several_clients_send_what_one_would() -> None:
     engine = Engine("tiny", device="cpu", num_gpu_blocks_override=1000)
     seen: list[list[int]] = []
-    prepare = engine.core.prepare
+    queue = engine.core.queue
 
-    def note(request_id: str, token_ids: list[int], params: Any) -> Any:
-        seen.append(list(token_ids))
-        return prepare(request_id, token_ids, params)
+    def note(seq: Sequence) -> None:
+        seen.append(list(seq.token_ids))
+        queue(seq)
 
-    engine.core.prepare = note  # type: ignore[method-assign]
+    engine.core.queue = note  # type: ignore[method-assign]
     sent, samples = [], []
     with running(engine) as url:
         for clients in (1, 2):

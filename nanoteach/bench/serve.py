@@ -39,9 +39,7 @@ TURNS, THINK_SECONDS = 3, 1.0  # of a conversation in "chat"
 KEEPS_UP = 0.85  # completed over offered requests a second, at least; a short run has some noise
 WARM_REQUESTS = 4
 STALLED = 300.0  # seconds without a word from the server, after which nobody waits for more
-LATE = (
-    0.1  # of the limit for a first token: a client as late as this has a part in what it measures
-)
+LATE = 0.1  # of the limit for a first token: a client this late has a part in what it measures
 START_SECONDS = 0.1  # for the clients to be there when the first request is due
 
 
@@ -465,9 +463,8 @@ def line_of(level: Level, ttft_limit: float) -> str:
     times = [f"{1e3 * s.get(q, math.nan):8,.1f}" for s in spreads for q in ("p50", "p99")]
     note = "" if level.holds(ttft_limit) else "too much"
     if level.client_lag > LATE * ttft_limit:
-        note += (
-            f", this client sent up to {1e3 * level.client_lag:,.0f} ms late: try more --clients"
-        )
+        late = f"{1e3 * level.client_lag:,.0f} ms late"
+        note += f", this client sent up to {late}: try more --clients"
     if level.num_errors:
         note += f", {level.num_errors} errors: {textwrap.shorten(level.error or '', 120)}"
     numbers = f"{level.rate:7g}  {level.completed:9.2f}  {level.goodput:7.2f}"
