@@ -241,6 +241,10 @@ def overlap(text: str, stop: str) -> int:
 show("nanoteach.engine.overlap")
 
 # %% [markdown]
+# The package's version does not try every length: a client may send stop strings of a thousand
+# characters, and every token of every request asks. It goes from one place where `stop` could begin
+# to the next.
+#
 # F's story with two stop strings. A line for each token: the token, and the end of the text that
 # the reader has. " lived" could become the first stop string, so it waits, until " in" comes. The
 # second one could begin with the "a" of " a", and does begin in the middle of " mountain":
