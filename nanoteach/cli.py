@@ -118,7 +118,9 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument("--model", help=MODEL_HELP)
     bench.add_argument("--shape", help="random weights instead of a model: qwen3-0.6b, or toy")
     bench.add_argument("--repeats", type=int, metavar="N", help="runs of each row (default: 3)")
-    bench.add_argument("--small", action="store_true", help="shrink the workloads, to try them")
+    bench.add_argument(
+        "--small", action="store_true", default=None, help="shrink the workloads, to try them"
+    )
     bench.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
     bench.add_argument(
         "--profile",
@@ -207,7 +209,7 @@ def as_words(options: Mapping[str, Any]) -> list[str]:
 def refuse_given(args: argparse.Namespace, names: SequenceOf[str], why: str) -> None:
     """Raise ValueError if one of these options was given."""
     for name in names:
-        if (value := getattr(args, name)) is not None and value is not False:
+        if (value := getattr(args, name)) is not None:
             raise ValueError(f"{as_words({name: value})[0]} {why}: leave it out")
 
 
