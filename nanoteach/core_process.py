@@ -239,6 +239,7 @@ def run_core(build: Callable[[], EngineCore], connection: Connection) -> None:
     # What is there now stays. A full collection would walk all of it: 140 ms, between two steps.
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else triton's bindings call it a leak at the very end
     with contextlib.suppress(OSError):  # the other side is gone
         connection.send(core.limits)
         while True:
