@@ -202,7 +202,7 @@ class AsyncEngine:
             if used := engine.requests.keys() & set(ids):  # by one who did not come through here
                 raise ValueError(f"request id {min(used)!r} is in use: give each request its own")
             for seq, text in prepared:
-                engine._add(seq, text, owner="step")
+                engine.queue(seq, text, owner="step")
 
         try:
             # A long text takes a while to tokenize: neither this loop nor a step waits for it.

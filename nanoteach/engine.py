@@ -292,7 +292,7 @@ class Engine:
             raise ValueError(f"request id {request_id!r} is in use: give each request its own")
         (params,) = one_for_each(sampling_params, 1)
         text, token_ids = self.tokenize(prompt)
-        self._add(self.core.prepare(request_id, token_ids, params), text, owner="step")
+        self.queue(self.core.prepare(request_id, token_ids, params), text, owner="step")
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the added requests that got a token since the last call."""
@@ -353,14 +353,17 @@ class Engine:
             self.core.prepare(self._new_id(owner), token_ids, p)
             for (_, token_ids), p in zip(tokenized, params, strict=True)
         ]
-        return [self._add(seq, text, owner) for seq, (text, _) in zip(seqs, tokenized, strict=True)]
+        return [
+            self.queue(seq, text, owner) for seq, (text, _) in zip(seqs, tokenized, strict=True)
+        ]
 
     def _new_id(self, owner: str) -> str:
         """An id that no request has, whatever the user's own are."""
         names = (f"{owner}-{i}" for i in self.ids)
         return next(name for name in names if name not in self.requests)
 
-    def _add(self, seq: Sequence, text: str | None, owner: str) -> Request:
+    def queue(self, seq: Sequence, text: str | None, owner: str) -> Request:
+        """Let a checked request wait for its turn. text: of its prompt, if it came as text."""
         self.core.queue(seq)
         request = Request(seq, text, Detokenizer(self.tokenizer), self.text_of, owner)
         self.requests[seq.request_id] = request
