@@ -127,14 +127,15 @@ class Experiments:
         still = sum(self.open(row) for row in missed)
         in_all = sum(self.by_watched(row) is not None and not self.open(row) for row in graphs)
         others = len(graphs) - len(near)
-        whose = f"each of the other {others}"
+        whose = f"Each of the other {others} has"
         if len(missed) < others:
-            whose = f"{len(missed)} of the other {others}"
+            whose = f"{len(missed)} of the other {others} have"
         return (
             f"Of the {len(graphs)} others on stage 8, {len(near)} are within {MISS:.0%} (the "
-            f"bound: {len(bound)}). For {whose}, measured steps show where time goes; with those "
-            f"steps' own times in the model, {len(missed) - still} of them come within {MISS:.0%} "
-            f"({in_all} of the {len(graphs)} in all), and {still} stay open."
+            f"bound: {len(bound)}). {whose} a measured cause. In a model in which the GPU takes "
+            f"as long as in the watched steps, and the host as long as it did in these runs, "
+            f"{len(missed) - still} of them come within {MISS:.0%} ({in_all} of the {len(graphs)} "
+            f"in all), and {still or 'none'} stay{'' if still else 's'} open."
         )
 
     def launched(self, row: Judged) -> bool:
@@ -231,7 +232,8 @@ class Experiments:
         if not tested:
             return []
         words = f"{len(left)} stay open: {', '.join(left)}." if left else "none stays open."
-        return ["", f"With the watched steps' own times, of these {len(tested)}, {words}"]
+        own = "With the watched steps' own times, and the host's"
+        return ["", f"{own}, of these {len(tested)}, {words}"]
 
 
 def cells(row: Row, judged: Judged | None) -> str:

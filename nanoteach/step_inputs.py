@@ -20,7 +20,7 @@ from nanoteach.sequence import Sequence
 from nanoteach.tiled_attention import tiles_of
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512)
-MIXED_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+MIXED_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 3584, 4096)
 FEW_SEQS = 32
 """A mixed step has room for as many requests as tokens, or, where that is enough, for so many: the
 LM head, sampling and the programs of those that are not there take 0.3 ms (H200)."""

@@ -731,17 +731,17 @@ for cause, count in causes.most_common():
 
 # %% [markdown]
 # Each miss has a measurement beside it that shows where such a step's time goes. Is that *enough*?
-# A cause can be true and still be half of the matter. So one more test: let every step take as much
-# longer than the model says as the nearest watched step of its kind did (`figures/watched.py`), and
-# run the schedulers once more. Watched were steps of stage 8 alone, with decodes, with prompts, and
-# one of both. Three measurements more go in:
+# A cause can be true and still be half of the matter. So one more test: run the schedulers once
+# more, on a clock that has two hands (`figures/watched.py`).
 #
-# - A prompt right after another does not wait for the host, which prepared it meanwhile.
-# - A step of more than 2,048 tokens has no graph: the host launches it. It takes at least as long
-#   as the shorter of two such steps of 4,096 tokens, *prefill 4 x 1,024*.
-# - The plain loop adds to every step what it adds outside the window.
+# - *The GPU's.* Every step takes as much longer than the model says as the nearest watched step of
+#   its kind did. Watched were steps of stage 8, apart from the experiments: with decodes, with
+#   prompts, and one of both.
+# - *The host's.* Whenever it adds a request or takes a step it works for as long as it did in that
+#   very turn of the experiment. What it waited for the GPU is left out.
 #
-# If nothing else goes on, the misses are gone.
+# The GPU begins a step when the host has launched it and the step before is over. If nothing else
+# goes on, the misses are gone.
 
 # %%
 tested = {(row["case"], row["metric"]): row for row in points if row["watched"]}
@@ -785,16 +785,7 @@ for metric, before, after in (
 # whose products read weights slower than one row does. And every engine without graphs, whose steps
 # cost what their launches cost.
 #
-# **What stays unresolved**, by the list above:
-#
-# - *Steps without a graph*: most of the list. *Packed, 16 x 256* takes half as long again as
-#   *prefill 4 x 1,024* does, with as many tokens. That the GPU waits for the host is shown, why so
-#   much longer in one than in the other is not. *Mixed reuse* has such steps with every wave of
-#   requests, and so most points of the list.
-# - *The short waits* around a long step, where two commits fall close together. They are a few
-#   waits of each run.
-# - *Prefixes from the cache.* Before its first step the scheduler names every block of 32 prompts,
-#   and no watched step had names to make. What that takes is measured below, on this machine.
+# **What stays unresolved.** The list above is what both hands together do not give.
 #
 # Of engines without graphs no step was watched. That the host launches is their cause in kind; the
 # number is of stage 8, and the others launch many times as much. And of some causes we don't know
@@ -802,9 +793,22 @@ for metric, before, after in (
 # attention waits for, at batch 1 and where decodes and a part of a prompt share a step. One GPU,
 # one model, one driver; nobody has tried whether the three numbers carry over to another card.
 #
+# %% [markdown]
+# The host has a hand in more than launches. *Prefix caching on* shows it best. Nearly all of its
+# tokens come from the cache, so the GPU has little to do. But the host must add 32 requests, and
+# name every block of their prompts, before it can look them up:
+
+# %%
+turns = recording.host["prefix caching on"]
+adding, naming = sum(turns[:32]) / 1000, max(turns[32:]) / 1000
+ttft = 1000 * found.row("prefix caching on", "TTFT").median
+print(f"adding 32 requests: {adding:.1f} ms; the longest step of the host: {naming:.1f} ms")
+print(f"median TTFT, from a request's own arrival: {ttft:.1f} ms")
+
+# %% [markdown]
 # ## On this machine
 #
-# What it takes to name the blocks of 32 prompts of 1,056 tokens (a SHA-256 each):
+# What it takes here to name the blocks of 32 prompts of 1,056 tokens (a SHA-256 each):
 
 # %% tags=["nbval-ignore-output"]
 manager = PrefixCachingBlockManager(num_blocks=4096, block_size=16)

@@ -1,5 +1,6 @@
 """Every experiment at a small size: what is counted, never what is timed. And what judges them."""
 
+import importlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,15 @@ from nanoteach.bench.cases import EXPERIMENTS, Case, PrefillFirstScheduler, Stat
 from nanoteach.bench.counts import BLOCK_SIZES
 from nanoteach.bench.random_model import SHAPES, random_model
 from nanoteach.bench.recording import Recording
-from nanoteach.bench.serving import NoModel, Refused, check_counts, fresh_scheduler, serve, simulate
+from nanoteach.bench.serving import (
+    NoModel,
+    Refused,
+    check_counts,
+    fresh_scheduler,
+    serve,
+    simulate,
+    waits_counted,
+)
 from nanoteach.bench.table import Row
 from nanoteach.bench.workloads import (
     COUNTS,
@@ -182,8 +191,8 @@ def steps_of(scheduler: Any, budget: int) -> list[tuple[int, int]]:
     """(requests, tokens) of each step: two decode, then a prompt of 6 comes."""
     workload = Workload("few", [[1, 2], [3, 4], [5] * 6], [9, 9, 1], late=1, after=2)
     case = Case("few", workload, scheduler=scheduler, budget=budget)
-    clock = VirtualClock(TOY, ROUND)
-    times = simulate(case, TOY, EngineConfig(max_model_len=16), clock, overlapped=False)
+    log = StepLog(VirtualClock(TOY, ROUND))
+    times = simulate(case, TOY, EngineConfig(max_model_len=16), log, overlapped=False)
     return [(step.requests, step.tokens) for step in times.steps]
 
 
@@ -201,15 +210,16 @@ def test_who_goes_first_when_the_budget_is_short() -> None:
 def test_a_static_scheduler_lets_nobody_in() -> None:
     workload = Workload("three", [[1], [2], [3]], [1, 4, 2])
     case = Case("three", workload, scheduler=StaticScheduler, max_num_seqs=2)
-    times = simulate(case, TOY, EngineConfig(max_model_len=16), VirtualClock(TOY, ROUND), False)
+    log = StepLog(VirtualClock(TOY, ROUND))
+    times = simulate(case, TOY, EngineConfig(max_model_len=16), log, False)
     assert [step.requests for step in times.steps] == [2, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_simulation_takes_the_time_of_its_steps(overlapped: bool) -> None:
     case = Case("two", alike("two", 2, 5, 3, TOY.vocab_size))
-    clock = VirtualClock(TOY, ROUND, overhead=1.0)
-    times = simulate(case, TOY, EngineConfig(max_model_len=16), clock, overlapped)
+    log = StepLog(VirtualClock(TOY, ROUND, overhead=1.0))
+    times = simulate(case, TOY, EngineConfig(max_model_len=16), log, overlapped)
     other = VirtualClock(TOY, ROUND, overhead=1.0)
     for work in ([Work(5, 0)] * 2, [Work(1, 5)] * 2, [Work(1, 6)] * 2):
         other.tick(work)
@@ -307,7 +317,8 @@ def test_a_model_that_made_the_numbers_misses_none() -> None:
     rows, model = [], SHAPES["qwen3-0.6b"]
     for case in EXPERIMENTS["batch"](100, False) + EXPERIMENTS["prefill"](100, False):
         if case.name.startswith(("batch 1 ", "batch 4 ", "batch 128", "prefill 1 ", "prefill 16")):
-            times = simulate(case, model, config, truth.clock(model, 2), overlapped=True)
+            log = StepLog(truth.clock(model, 2))
+            times = simulate(case, model, config, log, overlapped=True)
             for metric in case.workload.metrics:
                 value = METRICS[metric][1](case.workload, times)
                 rows.append(asdict(Row(case.name, metric, METRICS[metric][0], [value], 1.0)))
@@ -459,37 +470,96 @@ def test_no_model_gives_tokens_to_those_who_sample() -> None:
     assert [seq.output_token_ids for seq in core.step()] == [[0]]
 
 
-def test_on_the_watched_clock_a_watched_step_takes_as_long_as_it_took(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "figures"))
-    from watched import WatchedClock, WatchedSteps
+def test_a_turn_counts_the_host_and_not_its_waits() -> None:
+    from nanoteach.cuda_graphs import PendingTokens
 
+    clock = VirtualClock(TOY, ROUND)
+    log = StepLog(clock)
+
+    class Slow:
+        """In a CUDA event's place: two seconds away."""
+
+        def synchronize(self) -> None:
+            clock.wait_until(clock.now() + 2)
+
+    done: Any = Slow()
+    result = PendingTokens.result
+    with waits_counted(log), log.turn():
+        clock.wait_until(3)
+        assert PendingTokens([True], torch.tensor([7]), done).result() == [7]
+    assert log.host == [3] and clock.now() == 5 and PendingTokens.result is result
+    log.begin()
+    assert log.host == []
+
+
+def test_every_request_and_every_step_is_a_turn() -> None:
+    model, log = random_model("toy"), StepLog(VirtualClock(TOY, ROUND))
+    workload = Workload("few", [[1, 2], [3, 4], [5] * 6], [9, 9, 1], late=1, after=2)
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
+    times = serve(build_graphs(Parts(model, config, clock=log)), workload, log)
+    # Each step is launched in one turn and over in the next, so there is one turn more.
+    assert len(times.host) == 3 + len(times.steps) + 1
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "figures"))
+    return importlib.import_module("watched")
+
+
+def recorded_steps(watched: Any) -> Any:
     recording = Recording.of("experiments_h200", "engines_h200")
     assert recording is not None
-    model = recording.calibrated()
-    steps = WatchedSteps(recording, model)
-    mixed = [Work(1, 150)] * 16 + [Work(240, 1000, False)]
-    rates = recording.model, model.hardware, recording.bytes_per_value, model.overhead
+    return watched.WatchedSteps(recording, recording.calibrated())
+
+
+def test_a_watched_step_takes_as_long_as_it_took(watched: Any) -> None:
+    steps = recorded_steps(watched)
     for name, work in (
         ("batch 16", [Work(1, 1074)] * 16),
         ("prompts 1 x 1,024", [Work(1024, 0)]),
-        ("16 decodes and 240 of a prompt", mixed),
+        ("prompts 1 x 4,096", [Work(4096, 0)]),
+        ("prompts 16 x 256", [Work(256, 0)] * 16),  # as many tokens
+        ("16 decodes and 240 of a prompt", [Work(1, 150)] * 16 + [Work(240, 1000, False)]),
     ):
-        clock = WatchedClock(*rates, steps=steps)
-        clock.tick(work)
-        assert clock.now() == pytest.approx(recording.median(f"kernels, {name}", "step") / 1e6)
-    assert steps.nearest([Work(1, 9)] * 20, follows=True) == steps.decodes[16]
-    assert steps.nearest([Work(100, 0)] * 8, follows=False) == steps.prompts[1024]
+        took = steps.found.median(f"kernels, {name}", kernels.SPAN) / 1e6
+        assert steps.seconds(work) == pytest.approx(took)
+    few, many = [Work(1, 9)] * 20, [Work(100, 0)] * 8  # nearest are 16, and 1 x 1,024
+    assert steps.seconds(few) == pytest.approx(steps.expected(few) + steps.decodes[16])
+    assert steps.seconds(many) == pytest.approx(steps.expected(many) + steps.prompts[1, 1024])
 
-    clock, plain = WatchedClock(*rates, steps=steps), WatchedClock(*rates, steps=steps)
-    plain.plain_loop = True
-    for each in (clock, plain):
-        each.tick([Work(1024, 0)])
-        each.tick([Work(1024, 0)])
-    both = recording.median("kernels, prompts 1 x 1,024", "step") / 1e6 * 2
-    assert clock.now() == pytest.approx(both - steps.idle[1024])  # the second one's host is hidden
-    assert plain.now() == pytest.approx(both + 2 * steps.host) and steps.host > 0
-    clock.wait_until(1.0)
-    clock.tick([Work(256, 0)] * 10)  # too large for a graph
-    assert clock.now() >= 1 + 4096 / recording.median("prefill 4 x 1,024", "prompt")
+
+class Steady:
+    """In the watched steps' place: each takes 10 seconds."""
+
+    def seconds(self, work: list[Work]) -> float:
+        return 10.0
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_on_the_watched_clock_the_gpu_begins_when_the_host_has_launched(
+    watched: Any, overlapped: bool
+) -> None:
+    case = Case("one", alike("one", 1, 5, 3, TOY.vocab_size))
+    host = [1.0, 2.0, 4.0, 3.0] + [0.5] * overlapped
+    log = watched.WatchedLog(Steady(), host)
+    times = simulate(case, TOY, EngineConfig(max_model_len=16), log, overlapped)
+    (request,) = times.requests
+    assert request.arrival == 1.0
+    if overlapped:
+        # Launched at 3, so over at 13, and the host has launched the second at 7. That runs from
+        # 13 to 23 and the third, launched at 16, to 33.
+        assert request.times == [13.0, 23.0, 33.0]
+    else:  # each is launched when the one before is over
+        assert request.times == [13.0, 27.0, 40.0]
+
+
+def test_on_the_watched_clock_a_step_without_a_graph_lasts_as_long_as_its_launch(
+    watched: Any,
+) -> None:
+    case = Case("one", alike("one", 1, 5000, 1, TOY.vocab_size))
+    config = EngineConfig(max_num_batched_tokens=8192, max_model_len=8192)
+    for launch, over in ((14.0, 15.0), (4.0, 11.0)):
+        log = watched.WatchedLog(Steady(), [1.0, launch, 0.0])
+        times = simulate(case, TOY, config, log, overlapped=True)
+        assert times.requests[0].times == [over]

@@ -10,11 +10,9 @@ import math
 
 from nanoteach.bench.kernels import BATCHES, MIXED, PROMPTS
 from nanoteach.bench.recording import Judged, Recording
-from nanoteach.step_inputs import MIXED_SIZES
 
 MISS = 0.25
 NO_GRAPHS = ("no cache, ", "KV cache, ", "no graphs, ", "kernel, ", "gather, ")
-LARGE = "kernels, prompts 1 x 4,096"
 DECODES = {"static": 16, "preemption": 32, "nano": 256}
 """About how many requests decode at once in these experiments."""
 
@@ -40,8 +38,10 @@ def cause_of(row: Judged, found: Recording) -> str:
         if case.startswith("prompts first"):
             return prompts(found, 256)
         return step(found, f"kernels, {MIXED[0]} decodes and {MIXED[1] - MIXED[0]} of a prompt")
-    if case.startswith(("mixed reuse", "packed, 16 x 256", "context 3,072")):
-        return no_graph(found)
+    if (case, row.metric) == ("prefix caching on", "TTFT"):
+        return names(found, case)
+    if case.startswith("mixed reuse"):
+        return prompts(found, 256)
     return prompts(found, tokens_of(case))
 
 
@@ -102,21 +102,17 @@ def step(found: Recording, name: str) -> str:
     )
 
 
-def no_graph(found: Recording) -> str:
-    """A step of more tokens than the largest graph waits for the host."""
-    names = (
-        ("packed, 16 x 256", "TTFT"),
-        *((LARGE, metric) for metric in ("GPU busy", "attention")),
-    )
-    rows = [found.rows.get(name) for name in names]
-    if not all(row and row.samples for row in rows):
+def names(found: Recording, case: str) -> str:
+    """Prompts that are cached wait until the host has looked them up."""
+    turns = found.host.get(case)
+    if not turns:
         return ""
-    whole, busy, attention = (row.median for row in rows if row)
-    kernels = busy - attention * 15 / 16  # the 16 have a sixteenth of its attention
+    adds = len(found.workload(case).prompts)
+    first, longest = sum(turns[:adds]) / 1000, max(turns[adds:]) / 1000
     return (
-        f"over {MIXED_SIZES[-1]:,} tokens there is no graph, and the GPU waits for the host: 16 "
-        f"prompts of 256 take {1e6 * whole:,.0f} µs, and their kernels, by those of one of 4,096, "
-        f"some {kernels:,.0f}"
+        "the host comes first, and the GPU waits: it adds the requests in "
+        f"{first:.1f} ms, and the step in which it names all blocks of their prompts takes it "
+        f"{longest:.1f}"
     )
 
 
@@ -145,8 +141,10 @@ def two_commits(found: Recording) -> str:
     if not all(row and row.samples for row in waits):
         return ""
     ahead, ahead_two, plain, plain_two = (1000 * row.median for row in waits if row)
+    launch = max(found.host.get("decodes first, unlimited", [0])) / 1000
     return (
-        "a step is committed while the next one runs, so one long step shows as two waits: "
+        "a step is committed when the next one is launched, which takes the host "
+        f"{launch:.1f} ms where that is the large one. So one long step shows as two waits: "
         f"{ahead:.1f} ms at most and {ahead_two:.1f} for two tokens; in the plain loop "
         f"{plain:.1f} and {plain_two:.1f}"
     )

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nanoteach.bench.graph_time import graph_us
 from nanoteach.bench.table import Row
+from nanoteach.bench.workloads import draw_prompts
 from nanoteach.config import EngineConfig
 from nanoteach.cost_model import (
     Cost,
@@ -38,9 +39,10 @@ from nanoteach.stages import Parts, build_graphs
 from nanoteach.types import SamplingParams
 
 BATCHES, HISTORY = (1, 4, 16, 64, 128, 256), 1024
-PROMPTS = ((1, 256), (1, 1024), (1, 2048), (1, 4096), (16, 1024), (4, 4096))
+PROMPTS = ((1, 256), (1, 1024), (1, 2048), (1, 4096), (16, 256), (16, 1024), (4, 4096))
 MIXED = (16, 256)  # decodes, and the budget that they share with a prompt
 CHAIN = 100  # kernels
+SPAN = "GPU, first to last"
 CLASSES = {
     "attention": ("attention", "decode_kernel", "combine", "chunk_kernel"),
     "products": ("linear", "lm_head", "nvjet", "gemm", "cutlass", "splitk", "cublas"),
@@ -79,7 +81,7 @@ def decode_steps(
     An event's start is counted from the first of its step.
     """
     params = SamplingParams(warm + profiled + timed + 60, ignore_eos=True)
-    seqs = [core.add_request(str(i), [1] * HISTORY, params) for i in range(batch)]
+    seqs = add_requests(core, random_prompts(core, [HISTORY] * batch), params)
     while not all(seq.token_times for seq in seqs):
         core.step()
     for _ in range(warm):  # decodes that compile what is left to compile
@@ -87,6 +89,18 @@ def decode_steps(
     steps, walls = watch(core.step, profiled), time_of(core.step, timed)
     drop(core, seqs)
     return steps, walls
+
+
+def random_prompts(core: EngineCore, lengths: list[int]) -> list[list[int]]:
+    """Prompts as the experiments have them: of equal tokens a GPU may take less power."""
+    return draw_prompts(lengths, core.runner.model.config.vocab_size)
+
+
+def add_requests(
+    core: EngineCore, prompts: list[list[int]], params: SamplingParams, name: str = ""
+) -> list[Sequence]:
+    """Queue them all."""
+    return [core.add_request(f"{name}{i}", prompt, params) for i, prompt in enumerate(prompts)]
 
 
 def drop(core: EngineCore, seqs: list[Sequence]) -> None:
@@ -165,10 +179,10 @@ def prompt_steps(
 ) -> tuple[list[list[Event]], list[float]]:
     """Steps of cold prompts alone, as `decode_steps` has them. A wall time is that of a request."""
 
+    prompts = random_prompts(core, [length] * count)
+
     def serve() -> None:
-        params = SamplingParams(max_tokens=1, ignore_eos=True)
-        for i in range(count):
-            core.add_request(str(i), [1] * length, params)
+        add_requests(core, prompts, SamplingParams(max_tokens=1, ignore_eos=True))
         while core.has_unfinished_requests():
             core.step()
 
@@ -181,10 +195,10 @@ def mixed_steps(core: EngineCore, repeats: int) -> tuple[list[list[Event]], list
     decodes, budget = MIXED
     whole, core.scheduler.max_num_batched_tokens = core.scheduler.max_num_batched_tokens, budget
     params = SamplingParams(max_tokens=200, ignore_eos=True)
-    seqs = [core.add_request(str(i), [1] * 100, params) for i in range(decodes)]
+    seqs = add_requests(core, random_prompts(core, [100] * decodes), params)
     while not all(seq.token_times for seq in seqs):
         core.step()
-    seqs += [core.add_request(f"long {i}", [1] * 3000, params) for i in range(4)]
+    seqs += add_requests(core, random_prompts(core, [3000] * 4), params, "long ")
     for _ in range(4):
         core.step()
     steps, walls = watch(core.step, repeats), time_of(core.step, 10)
@@ -197,7 +211,9 @@ def step_rows(
     name: str, steps: list[list[Event]], walls: list[float], work: list[Work], model: Decoder,
     hardware: Hardware,
 ) -> list[Row]:  # fmt: skip
-    """A step in µs: its wall time, the time in which the GPU ran, that of each class of kernel."""
+    """A step in µs: its wall time; from the GPU's first work to its last, and how much of that it
+    ran; the time of each class of kernel.
+    """
     covered, itemsize = [covered_us(step) for step in steps], model.dtype.itemsize
     whole, pairs = step_cost(model.config, work, itemsize), attention_flops(model.config, work)
     tokens = sum(part.num_computed + part.num_new for part in work)
@@ -207,7 +223,12 @@ def step_rows(
         "products": 1e6 * Cost(whole.flops - pairs, whole.bytes - kv).seconds(hardware),
     }
     busy, bound = [sum(step.values()) for step in covered], 1e6 * whole.seconds(hardware)
-    rows = [Row(name, "step", "µs", walls, bound), Row(name, "GPU busy", "µs", busy, bound)]
+    spans = [max(event["start_us"] + event["us"] for event in step) for step in steps]
+    rows = [
+        Row(name, "step", "µs", walls, bound),
+        Row(name, SPAN, "µs", spans, bound),
+        Row(name, "GPU busy", "µs", busy, bound),
+    ]
     for kind in covered[0]:
         rows.append(Row(name, kind, "µs", [step[kind] for step in covered], bounds.get(kind)))
     wall = statistics.median(walls)

@@ -12,7 +12,7 @@ from nanoteach.bench.calibrated import Calibrated, Point, fit
 from nanoteach.bench.cases import EXPERIMENTS, Case
 from nanoteach.bench.serving import simulate
 from nanoteach.bench.table import Row
-from nanoteach.bench.workloads import METRICS, Workload
+from nanoteach.bench.workloads import METRICS, StepLog, Workload
 from nanoteach.config import EngineConfig, ModelConfig, option_names
 from nanoteach.cost_model import Work, step_cost
 from nanoteach.hardware import Hardware
@@ -59,6 +59,7 @@ class Recording:
         self.found = found
         self.model = ModelConfig(**found["config"])
         self.hardware = Hardware(**found["hardware"])
+        self.host: dict[str, list[int]] = found.get("host", {})
         self.bytes_per_value = 2 if found["dtype"] == "bfloat16" else 4
         self.rows: dict[tuple[str, str], Row] = {
             (row["workload"], row["metric"]): Row(**row) for row in found["rows"]
@@ -71,8 +72,8 @@ class Recording:
         if not files:
             return None
         whole = dict(files[0])
-        for key in ("settings", "data", "profiles"):
-            whole[key] = {k: v for file in reversed(files) for k, v in file[key].items()}
+        for key in ("settings", "data", "profiles", "host"):
+            whole[key] = {k: v for file in reversed(files) for k, v in file.get(key, {}).items()}
         whole["rows"] = [row for file in files for row in file["rows"]]
         return cls(whole)
 
@@ -133,8 +134,8 @@ class Recording:
         fitted = {(FEW, "decode steps"), (MANY, "decode steps"), (PROMPTS, "prompt")}
         for experiment, case in self.cases():
             config, overlapped = self.engine(case)
-            clock = by.clock(self.model, self.bytes_per_value)
-            times = simulate(case, self.model, config, clock, overlapped)
+            log = StepLog(by.clock(self.model, self.bytes_per_value))
+            times = simulate(case, self.model, config, log, overlapped)
             for metric in case.workload.metrics:
                 unit, value = METRICS[metric]
                 key = case.name, metric

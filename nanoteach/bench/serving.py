@@ -7,6 +7,8 @@ cost model says. So what it predicts holds for this schedule, waiting and all.
 Knows: engines from outside, clocks. Does not know: why these requests; see cases.py.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from nanoteach.bench.cases import Case
 from nanoteach.bench.workloads import Served, StepLog, Times, Workload
 from nanoteach.block_manager import BlockManager
 from nanoteach.config import EngineConfig, ModelConfig
-from nanoteach.cost_model import Clock, Work
+from nanoteach.cost_model import Work
 from nanoteach.engine_core import EngineCore
 from nanoteach.overlapped import OverlappedEngineCore
 from nanoteach.prefix_cache import PrefixCachingBlockManager
@@ -53,7 +55,7 @@ def fresh_scheduler(
 
 def serve(engine: Generator, workload: Workload, log: StepLog) -> Times:
     """Everything the workload has, from the first request to the last token."""
-    log.steps = []
+    log.begin()
     if not isinstance(engine, EngineCore):
         start = log.now()
         outputs = engine.generate(workload.prompts, workload.params)
@@ -64,14 +66,17 @@ def serve(engine: Generator, workload: Workload, log: StepLog) -> Times:
     before, start = engine.num_computed_tokens, log.now()
     requests = list(zip(workload.prompts, workload.params, strict=True))
     seqs, early = [], workload.early
-    for i, (prompt, params) in enumerate(requests[:early]):
-        seqs.append(engine.add_request(str(i), prompt, params))
+    for i in range(early):
+        with log.turn():
+            seqs.append(engine.add_request(str(i), *requests[i]))
     while engine.has_unfinished_requests():
         due = len(seqs) < len(requests)
         if due and all(len(seq.token_times) >= workload.after for seq in seqs):
-            for i, (prompt, params) in enumerate(requests[early:], early):
-                seqs.append(engine.add_request(str(i), prompt, params))
-        engine.step()
+            for i in range(early, len(requests)):
+                with log.turn():
+                    seqs.append(engine.add_request(str(i), *requests[i]))
+        with log.turn():
+            engine.step()
     end, scheduler = log.now(), engine.scheduler
     check_lengths(workload, [seq.num_output_tokens for seq in seqs])
     return Times(
@@ -83,7 +88,28 @@ def serve(engine: Generator, workload: Workload, log: StepLog) -> Times:
         scheduler.num_prefix_queries,
         scheduler.num_prefix_hits,
         scheduler.num_preemptions,
+        log.host,
     )
+
+
+@contextmanager
+def waits_counted(log: StepLog) -> Iterator[None]:
+    """Inside the block, stage 8's waits for the device are added to `log.waited`."""
+    from nanoteach.cuda_graphs import PendingTokens
+
+    result = PendingTokens.result
+
+    def timed(pending: PendingTokens) -> list[int | None]:
+        start = log.now()
+        tokens = result(pending)
+        log.waited += log.now() - start
+        return tokens
+
+    PendingTokens.result = timed  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        PendingTokens.result = result  # type: ignore[method-assign]
 
 
 def check_lengths(workload: Workload, lengths: list[int]) -> None:
@@ -125,11 +151,14 @@ class NoTokens:
 class NoModel:
     """In a runner's place: computes nothing."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, log: StepLog | None = None) -> None:
         self.model: Any = SimpleNamespace(config=config)
+        self.log = log
 
     def launch(self, scheduled: list[Scheduled]) -> NoTokens:
         """See `GraphRunner.launch`."""
+        if self.log:
+            self.log.launched()
         return NoTokens([part.gives_token for part in scheduled])
 
     def execute(self, scheduled: list[Scheduled]) -> list[int | None]:
@@ -147,15 +176,14 @@ def loop_of(case: Case, engine: EngineCore) -> EngineCore:
 
 
 def simulate(
-    case: Case, model: ModelConfig, config: EngineConfig, clock: Clock, overlapped: bool
+    case: Case, model: ModelConfig, config: EngineConfig, log: StepLog, overlapped: bool
 ) -> Times:
-    """The case on a clock instead of an engine. `overlapped`: the loop of stage 8, or stage 4's."""
-    log = StepLog(clock)
+    """The case on a log's clock, without an engine. `overlapped`: stage 8's loop, or stage 4's."""
     if case.engine in ("stage 1", "stage 2"):
         return alone(case.workload, log, cached=case.engine == "stage 2")
     scheduler = fresh_scheduler(case, config.num_gpu_blocks_override or AMPLE, config)
     core = OverlappedEngineCore if overlapped and not case.plain_loop else EngineCore
-    runner: Any = NoModel(model)
+    runner: Any = NoModel(model, log)
     longest = config.max_model_len or model.max_position
     return serve(core(scheduler, runner, longest, clock=log), case.workload, log)
 

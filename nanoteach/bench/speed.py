@@ -6,6 +6,7 @@ Knows: engines, clocks, when a number may not be trusted. Does not know: how an 
 import dataclasses
 import gc
 import re
+import statistics
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -22,7 +23,15 @@ from nanoteach.bench.kernels import gemm_rows, kernel_rows
 from nanoteach.bench.peers import peer_rows
 from nanoteach.bench.profiling import Profile, profile_steps
 from nanoteach.bench.random_model import random_model
-from nanoteach.bench.serving import Refused, check_counts, fresh_scheduler, loop_of, serve, simulate
+from nanoteach.bench.serving import (
+    Refused,
+    check_counts,
+    fresh_scheduler,
+    loop_of,
+    serve,
+    simulate,
+    waits_counted,
+)
 from nanoteach.bench.table import Row
 from nanoteach.bench.workloads import (
     METRICS,
@@ -109,6 +118,8 @@ class Bench:
         self.log = StepLog(WallClock())
         self.bar: Any = tqdm(disable=True)
         self.profile, self.profiles = profile, dict[str, Profile]()
+        self.host: dict[str, list[int]] = {}
+        """By case of stage 8, for how many µs the host worked in each turn: medians."""
         self.settings: dict[str, Any] = {}
         self.data: dict[str, Any] = {}
         """What does not fit into rows, by the workload's name."""
@@ -255,6 +266,9 @@ class Bench:
                 note = f"refused: {error}"
                 self.failures.append(f"{case.name} was {note}")
         self.bar.update(end - self.bar.n)
+        if runs and isinstance(engine, OverlappedEngineCore):
+            turns = zip(*(times.host for times in runs), strict=True)
+            self.host[case.name] = [round(1e6 * statistics.median(each)) for each in turns]
         bound = self.bound(case, config, isinstance(engine, OverlappedEngineCore))
         rows = []
         for metric in workload.metrics:
@@ -271,7 +285,7 @@ class Bench:
             return perfect_times(case.workload, self.model.config, self.hardware, size, seats)
         clock = VirtualClock(self.model.config, self.hardware, size)
         try:
-            return simulate(case, self.model.config, config, clock, overlapped)
+            return simulate(case, self.model.config, config, StepLog(clock), overlapped)
         except ValueError:
             return None
 
@@ -280,7 +294,8 @@ class Bench:
         if isinstance(engine, EngineCore):
             engine.scheduler = fresh_scheduler(case, pool_of(engine).k.shape[1], config)
             engine = loop_of(case, engine)
-        times = serve(engine, case.workload, self.log)
+        with waits_counted(self.log):
+            times = serve(engine, case.workload, self.log)
         check_counts(case, times)
         self.bar.update()
         return times
@@ -387,6 +402,7 @@ class Bench:
             "settings": self.settings,
             "data": self.data,
             "profiles": {name: each._asdict() for name, each in self.profiles.items()},
+            "host": self.host,
             "rows": [asdict(row) for row in rows],
         }
 

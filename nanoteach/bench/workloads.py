@@ -7,8 +7,9 @@ import dataclasses
 import random
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -57,7 +58,8 @@ class Times(NamedTuple):
     """A run: seconds on one clock, real or virtual, and what was counted.
 
     steps: all of them, in order. requests: in the workload's order; empty where an engine does not
-    tell (stages 1 to 3). The counts stay 0 where an engine has no such thing.
+    tell (stages 1 to 3). The counts stay 0 where an engine has no such thing. host: for how
+    many seconds the host itself worked in each turn of the driver (see `StepLog.turn`).
     """
 
     start: float
@@ -68,6 +70,7 @@ class Times(NamedTuple):
     queries: int = 0
     hits: int = 0
     preemptions: int = 0
+    host: SequenceOf[float] = ()
 
     @property
     def first(self) -> float:
@@ -83,12 +86,31 @@ class Times(NamedTuple):
 
 
 class StepLog:
-    """A clock that keeps what its steps were. Every stage tells its clock of every step."""
+    """A clock that keeps what its steps were. Every stage tells its clock of every step.
+
+    waited: how many of its seconds the host has only waited for the device, as far as it was told.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.label = clock.label
         self.steps: list[Step] = []
+        self.host: list[float] = []
+        self.waited = 0.0
+
+    def begin(self) -> None:
+        """A run begins: forget the one before."""
+        self.steps, self.host = [], []
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """A turn of the driver, which adds a request or takes a step."""
+        start = self.now() - self.waited
+        yield
+        self.host.append(self.now() - self.waited - start)
+
+    def launched(self) -> None:
+        """A simulated engine has launched a step, which will end some time after this."""
 
     def now(self) -> float:
         """See `Clock`."""
