@@ -29,6 +29,9 @@ THIN = 8
 """Most tokens for which our own products beat cuBLAS's."""
 FUSED = 4
 """Most tokens for which one kernel for rotary, store and attention beats two."""
+CHUNK_SPLITS, SPLIT_STEP = 4, 512
+"""Into how many parts a chunk's history is cut, in steps of up to so many tokens: a few tiles after
+a long history are too few programs to fill a GPU. In larger steps there are tiles enough."""
 ONE = {"qkv": (2, 2), "output": (4, 4), "gate_up": (4, 2), "down": (4, 4)}
 FEW = {"qkv": (16, 8), "output": (8, 4), "gate_up": (16, 8), "down": (8, 4)}
 """Rows of the weight a program, and warps: the fastest of those tried, in the chain (H200)."""
@@ -47,7 +50,9 @@ class FusedDecoder:
         self.cos, self.sin = cos.squeeze(1).to(device), sin.squeeze(1).to(device)
         self.sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self.pdl = device.type == "cuda" and has_dependent_launch()
-        rows = (max_num_seqs, model.config.num_heads, MAX_SPLITS)
+        # For the splits of decodes, and after them in the same layer for those of chunks.
+        parts = max(max_num_seqs * MAX_SPLITS, SPLIT_STEP * CHUNK_SPLITS)
+        rows = (parts, model.config.num_heads)
         self.partial = torch.empty(*rows, model.config.head_dim, device=device)
         self.partial_lse = torch.empty(rows, device=device)
 
@@ -131,8 +136,9 @@ class FusedDecoder:
                 workspace, self.pdl,
             )  # fmt: skip
         if not step.decodes_only:
+            splits = CHUNK_SPLITS if len(q) <= SPLIT_STEP else 1
             chunk_attention(
                 q, k_pool, v_pool, step.tables, step.query_starts, step.seq_lens, step.tile_seqs,
-                step.tile_starts, out, block_m=step.tile_rows,
+                step.tile_starts, out, splits, workspace, block_m=step.tile_rows,
             )  # fmt: skip
         return out.flatten(1)

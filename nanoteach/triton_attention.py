@@ -10,6 +10,7 @@ score matrix and no gathered copy of K/V ever exists.
                     programs (split-KV: Flash-Decoding, Dao et al., 2023), and `combine_kernel`
                     adds up their parts.
     chunk_kernel    several new tokens a sequence: a prompt, or a chunk of one after its history.
+                    In a small step this may be split, too; `combine_chunks_kernel` adds up.
 
 Every number that changes from step to step is read from memory, none is an argument: a CUDA graph
 that has recorded a launch can replay it. A sequence of length 0 is padding: its row is left alone.
@@ -143,16 +144,18 @@ def combine_kernel(
 
 @triton.jit
 def chunk_kernel(
-    q, k_pool, v_pool, tables, query_starts, seq_lens, tile_seqs, tile_starts, out,
-    scale, table_stride, q_stride, slot_stride,
+    q, k_pool, v_pool, tables, query_starts, seq_lens, tile_seqs, tile_starts, out, partial,
+    partial_lse, scale, table_stride, q_stride, slot_stride,
     GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of new tokens of one sequence, K/V head).
+    """Program (tile of new tokens of one sequence, K/V head, split).
 
     A tile's rows are its tokens times the query heads of the K/V head, `GROUP_ROWS` a token.
     """
     tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    split = tl.program_id(2)
     seq = tl.load(tile_seqs + tile)
     if seq < 0:  # no such tile in this step
         return
@@ -172,13 +175,17 @@ def chunk_kernel(
     q_tile = tl.load(q_at, mask=mask, other=0.0)
     positions = history + tokens
 
-    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # Not -inf: of its split's first tile a row may see no key, and -inf less itself is NaN.
+    largest = tl.full([BLOCK_M], -1.0e38, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, DIM], tl.float32)
     last = tl.minimum(history + first + BLOCK_M // GROUP_ROWS, seq_len)
+    tiles_each = tl.cdiv(tl.cdiv(last, BLOCK_N), SPLITS)
+    begin = split * tiles_each * BLOCK_N
+    end = tl.minimum(begin + tiles_each * BLOCK_N, last)
     # Up to here every row sees every key: no mask needed.
     clear = (history + first + 1) // BLOCK_N * BLOCK_N
-    for start in range(0, clear, BLOCK_N):
+    for start in range(begin, tl.minimum(clear, end), BLOCK_N):
         keys_at = start + tl.arange(0, BLOCK_N)
         starts = pool_rows(table, keys_at, None, slot_stride, BLOCK_SIZE, WIDE)
         places = starts[:, None] + kv_head * HEAD_DIM + dims[None, :]
@@ -191,9 +198,9 @@ def chunk_kernel(
         largest, total, weighted = attend_tile(
             q_tile, keys, values, None, scale, largest, total, weighted
         )
-    for start in range(clear, last, BLOCK_N):
+    for start in range(tl.maximum(clear, begin), end, BLOCK_N):
         keys_at = start + tl.arange(0, BLOCK_N)
-        valid = keys_at < last
+        valid = keys_at < end
         starts = pool_rows(table, keys_at, valid, slot_stride, BLOCK_SIZE, WIDE)
         places = starts[:, None] + kv_head * HEAD_DIM + dims[None, :]
         kv_mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
@@ -204,10 +211,42 @@ def chunk_kernel(
             q_tile, keys, values, seen, scale, largest, total, weighted
         )
 
+    store_split(
+        out, partial, partial_lse, largest, total, weighted,
+        offsets * tl.num_programs(1) * GROUP + heads, alive, mask, dims, HEAD_DIM, SPLITS, split,
+    )  # fmt: skip
+
+
+@triton.jit
+def combine_chunks_kernel(
+    partial, partial_lse, query_starts, tile_seqs, tile_starts, out,
+    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of `TOKENS` new tokens, query head): `combine_kernel` for what is in a tile.
+
+    The rows of decodes and of padding are in no tile, so they are left alone.
+    """
+    tile, head = tl.program_id(0), tl.program_id(1)
+    seq = tl.load(tile_seqs + tile)
+    if seq < 0:  # no such tile in this step
+        return
+    first = tl.load(query_starts + seq) + tl.load(tile_starts + tile)
+    tokens, dims = first + tl.arange(0, TOKENS), tl.arange(0, DIM)
+    alive = tokens < tl.load(query_starts + seq + 1)
+    mask = alive[:, None] & (dims < HEAD_DIM)[None, :]
+    row = tokens.to(tl.int64) * tl.num_programs(1) + head
+    splits = row[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
+    largest = tl.max(tl.load(partial_lse + splits, mask=alive[:, None], other=0.0), 1)
+    total = tl.zeros([TOKENS], tl.float32)
+    weighted = tl.zeros([TOKENS, DIM], tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = row * SPLITS + split
+        weight = tl.exp2(tl.load(partial_lse + at, mask=alive, other=0.0) - largest)
+        part = tl.load(partial + at[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+        total += weight
+        weighted += weight[:, None] * part
     result = (weighted / total[:, None]).to(out.dtype.element_ty)
-    width = tl.num_programs(1) * GROUP * HEAD_DIM
-    out_at = out + offsets[:, None] * width + heads[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out_at, result, mask=mask)
+    tl.store(out + row[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
 
 
 def is_wide(k_pool: Tensor) -> bool:
@@ -257,6 +296,7 @@ def combine_splits(
 def chunk_attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, tables: Tensor, query_starts: Tensor,
     seq_lens: Tensor, tile_seqs: Tensor, tile_starts: Tensor, out: Tensor,
+    splits: int = 1, workspace: tuple[Tensor, Tensor] | None = None,
     block_m: int = 128, block_n: int = 64, num_warps: int = 4, num_stages: int = 2,
 ) -> None:  # fmt: skip
     """Several new tokens a sequence, packed.
@@ -264,15 +304,24 @@ def chunk_attention(
     q, out `[num_tokens, num_heads, head_dim]`; query_starts int32 `[num_seqs + 1]`;
     tile_seqs, tile_starts int32 `[tiles]`: which sequence, from which of its new tokens on; a tile
     has `block_m // group_rows` tokens (`tile_tokens`), and one with sequence -1 does not exist.
+    workspace: for `splits` over 1, as in `decode_attention`, but for each token.
     """
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_pool.shape
     group = num_heads // num_kv_heads
-    chunk_kernel[(tile_seqs.shape[0], num_kv_heads)](
-        q, k_pool, v_pool, tables, query_starts, seq_lens, tile_seqs, tile_starts, out,
-        LOG2_E / math.sqrt(head_dim), tables.stride(0), q.stride(0), k_pool.stride(1),
-        GROUP=group, GROUP_ROWS=triton.next_power_of_2(group), HEAD_DIM=head_dim,
-        DIM=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
-        BLOCK_M=block_m, BLOCK_N=block_n, WIDE=is_wide(k_pool), num_warps=num_warps,
-        num_stages=num_stages,
+    group_rows = triton.next_power_of_2(group)
+    partial, lse = workspace if workspace is not None else (out, out)
+    dim = max(16, triton.next_power_of_2(head_dim))
+    num_tiles = tile_seqs.shape[0]
+    chunk_kernel[(num_tiles, num_kv_heads, splits)](
+        q, k_pool, v_pool, tables, query_starts, seq_lens, tile_seqs, tile_starts, out, partial,
+        lse, LOG2_E / math.sqrt(head_dim), tables.stride(0), q.stride(0), k_pool.stride(1),
+        GROUP=group, GROUP_ROWS=group_rows, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size,
+        BLOCK_M=block_m, BLOCK_N=block_n, SPLITS=splits, WIDE=is_wide(k_pool),
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
+    if splits > 1:
+        combine_chunks_kernel[(num_tiles, num_heads)](
+            partial, lse, query_starts, tile_seqs, tile_starts, out,
+            TOKENS=block_m // group_rows, HEAD_DIM=head_dim, DIM=dim, SPLITS=splits,
+        )  # fmt: skip

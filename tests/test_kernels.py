@@ -153,6 +153,38 @@ def test_chunk_attention(heads: tuple[int, int, int], block_size: int, dtype: to
         assert close(out[mine], pool.attend(i, q[mine]))
 
 
+@every_dtype
+@pytest.mark.parametrize("heads", [*HEADS, (3, 1, 24)], ids=str)
+@pytest.mark.parametrize(("block_size", "splits"), [(3, 2), (16, 4)])
+def test_chunk_attention_in_splits(
+    heads: tuple[int, int, int], block_size: int, splits: int, dtype: torch.dtype
+) -> None:
+    """Beside two decodes, and with room for more tokens and tiles than there are."""
+    lengths, news = [9, 30, 101, 5, 16, 50], [1, 1, 21, 5, 16, 3]
+    pool = Pool(heads, block_size, lengths, dtype)
+    starts = [sum(news[:i]) for i in range(len(news) + 1)]
+    q = normal(starts[-1] + 4, heads[0], heads[2], dtype=dtype)
+    out = nans(*q.shape, dtype=dtype)
+    partial = nans(len(q), heads[0], splits, heads[2], dtype=torch.float32)
+    lse = nans(len(q), heads[0], splits, dtype=torch.float32)
+    tokens = 8
+    tiles = [*tiles_of(news[2:], 2, tokens), (-1, 0), (-1, 0)]
+    rows = tokens * (4 if heads[0] // heads[1] == 3 else 2)
+    chunk_attention(
+        q, pool.k, pool.v, pool.tables, int32([*starts, starts[-1]]), int32([*lengths, 0]),
+        int32([seq for seq, _ in tiles]), int32([first for _, first in tiles]), out,
+        splits, (partial, lse), block_m=rows, block_n=16,
+    )  # fmt: skip
+    for i in range(2, len(news)):
+        mine = slice(starts[i], starts[i + 1])
+        assert close(out[mine], pool.attend(i, q[mine]))
+        assert not lse[mine].isnan().any() and not partial[mine].isnan().any()
+    assert (lse[starts[3] : starts[4], :, 1:] == -math.inf).all(), "five tokens are one split's"
+    for untouched in (out, partial, lse):
+        assert untouched[:2].isnan().all(), "the row of a decode was written"
+        assert untouched[starts[-1] :].isnan().all(), "padding was written"
+
+
 # --- around attention -----------------------------------------------------------------------------
 
 
