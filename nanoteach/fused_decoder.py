@@ -29,7 +29,7 @@ THIN = 8
 """Most tokens for which our own products beat cuBLAS's."""
 FUSED = 4
 """Most tokens for which one kernel for rotary, store and attention beats two."""
-CHUNK_SPLITS, SPLIT_STEP = 4, 512
+CHUNK_SPLITS, SPLIT_STEP = 2, 512
 """Into how many parts a chunk's history is cut, in steps of up to so many tokens: a few tiles after
 a long history are too few programs to fill a GPU. In larger steps there are tiles enough."""
 ONE = {"qkv": (2, 2), "output": (4, 4), "gate_up": (4, 2), "down": (4, 4)}
