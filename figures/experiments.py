@@ -130,12 +130,14 @@ class Experiments:
         whose = f"Each of the other {others} has"
         if len(missed) < others:
             whose = f"{len(missed)} of the other {others} have"
+        come = f"all of them come within {MISS:.0%}"
+        if still:
+            come = f"{len(missed) - still} of them come within {MISS:.0%}, {still} stay open"
         return (
             f"Of the {len(graphs)} others on stage 8, {len(near)} are within {MISS:.0%} (the "
             f"bound: {len(bound)}). {whose} a measured cause. In a model in which the GPU takes "
             f"as long as in the watched steps, and the host as long as it did in these runs, "
-            f"{len(missed) - still} of them come within {MISS:.0%} ({in_all} of the {len(graphs)} "
-            f"in all), and {still or 'none'} stay{'' if still else 's'} open."
+            f"{come} ({in_all} of the {len(graphs)} in all)."
         )
 
     def launched(self, row: Judged) -> bool:

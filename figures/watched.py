@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from nanoteach.bench.calibrated import Calibrated
-from nanoteach.bench.kernels import BATCHES, HISTORY, MIXED, PROMPTS, SPAN
+from nanoteach.bench.kernels import BATCHES, HISTORY, MIXED, PROMPTS
 from nanoteach.bench.recording import Recording
 from nanoteach.bench.serving import simulate
 from nanoteach.bench.workloads import METRICS, StepLog
@@ -47,8 +47,8 @@ class WatchedSteps:
         return self.model.seconds(step_cost(self.found.model, work, self.found.bytes_per_value))
 
     def excess(self, name: str, work: Sequence[Work]) -> float:
-        """Seconds from a watched step's first work on the GPU to its last, beyond the model's."""
-        return self.found.median(f"kernels, {name}", SPAN) / 1e6 - self.expected(work)
+        """Seconds for which a watched step kept the GPU busy, beyond the model's."""
+        return self.found.median(f"kernels, {name}", "GPU busy") / 1e6 - self.expected(work)
 
     def seconds(self, work: Sequence[Work]) -> float:
         """The model's, and the excess of the watched step of this kind whose size is closest."""

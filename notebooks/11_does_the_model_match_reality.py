@@ -511,9 +511,10 @@ for row in found.named("kernels, prompts", "step"):
 # products come to their bound. What keeps long prompts from it is attention, at two times its bound
 # and more, the small kernels between the products, and the host, which still has about a tenth.
 #
-# One thing does not fit: in the large watched steps the products reach the bound itself, and alone
-# (the green line) they do not. Alone they run without a pause, and on random numbers; in the
-# watched steps all tokens were the same. A GPU may clock lower under such a load. That was not
+# One thing does not fit: in the large watched steps the products come close to the bound, and alone
+# (the green line) they do not. Alone they run without a pause. And what is multiplied matters: when
+# all tokens of the watched prompts were the same, in an earlier recording, the products took a few
+# percent less. A GPU that clocks lower under a heavier load would explain both. Its clock was not
 # measured.
 #
 # **B · One request, over its context.** The model was fitted at 1,024 + 128 tokens, with the batch
@@ -558,8 +559,7 @@ pictures_11.static(found)
 # %% [markdown]
 # **Packed against one by one** (notebook 04). Sixteen prompts in one step, or in sixteen. Packed
 # always reads more tokens a second. But all sixteen wait for the one step: from some length on, the
-# median first token comes later than one by one. The dent at 256 is in all three runs. There the
-# packed step first has more than 2,048 tokens, and so no graph. (More of it under *All points*.)
+# median first token comes later than one by one.
 
 # %%
 pictures_11.packed(found)
@@ -785,7 +785,9 @@ for metric, before, after in (
 # whose products read weights slower than one row does. And every engine without graphs, whose steps
 # cost what their launches cost.
 #
-# **What stays unresolved.** The list above is what both hands together do not give.
+# **What stays unresolved.** Both hands together give every point that the model missed, and miss
+# one that it did not: of 2,048 tokens in 16 prompts the nearest watched step is a single prompt,
+# whose attention takes longer. So where the time goes is known. Why it goes there is often not.
 #
 # Of engines without graphs no step was watched. That the host launches is their cause in kind; the
 # number is of stage 8, and the others launch many times as much. And of some causes we don't know
@@ -793,7 +795,6 @@ for metric, before, after in (
 # attention waits for, at batch 1 and where decodes and a part of a prompt share a step. One GPU,
 # one model, one driver; nobody has tried whether the three numbers carry over to another card.
 #
-# %% [markdown]
 # The host has a hand in more than launches. *Prefix caching on* shows it best. Nearly all of its
 # tokens come from the cache, so the GPU has little to do. But the host must add 32 requests, and
 # name every block of their prompts, before it can look them up:

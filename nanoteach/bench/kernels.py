@@ -42,7 +42,6 @@ BATCHES, HISTORY = (1, 4, 16, 64, 128, 256), 1024
 PROMPTS = ((1, 256), (1, 1024), (1, 2048), (1, 4096), (16, 256), (16, 1024), (4, 4096))
 MIXED = (16, 256)  # decodes, and the budget that they share with a prompt
 CHAIN = 100  # kernels
-SPAN = "GPU, first to last"
 CLASSES = {
     "attention": ("attention", "decode_kernel", "combine", "chunk_kernel"),
     "products": ("linear", "lm_head", "nvjet", "gemm", "cutlass", "splitk", "cublas"),
@@ -211,9 +210,7 @@ def step_rows(
     name: str, steps: list[list[Event]], walls: list[float], work: list[Work], model: Decoder,
     hardware: Hardware,
 ) -> list[Row]:  # fmt: skip
-    """A step in µs: its wall time; from the GPU's first work to its last, and how much of that it
-    ran; the time of each class of kernel.
-    """
+    """A step in µs: its wall time, the time in which the GPU ran, that of each class of kernel."""
     covered, itemsize = [covered_us(step) for step in steps], model.dtype.itemsize
     whole, pairs = step_cost(model.config, work, itemsize), attention_flops(model.config, work)
     tokens = sum(part.num_computed + part.num_new for part in work)
@@ -223,12 +220,7 @@ def step_rows(
         "products": 1e6 * Cost(whole.flops - pairs, whole.bytes - kv).seconds(hardware),
     }
     busy, bound = [sum(step.values()) for step in covered], 1e6 * whole.seconds(hardware)
-    spans = [max(event["start_us"] + event["us"] for event in step) for step in steps]
-    rows = [
-        Row(name, "step", "µs", walls, bound),
-        Row(name, SPAN, "µs", spans, bound),
-        Row(name, "GPU busy", "µs", busy, bound),
-    ]
+    rows = [Row(name, "step", "µs", walls, bound), Row(name, "GPU busy", "µs", busy, bound)]
     for kind in covered[0]:
         rows.append(Row(name, kind, "µs", [step[kind] for step in covered], bounds.get(kind)))
     wall = statistics.median(walls)

@@ -10,7 +10,6 @@ Knows: requests, steps, a clock. Does not know: how a token is chosen.
 
 import argparse
 import itertools
-import shlex
 import statistics
 import sys
 import time
@@ -103,7 +102,7 @@ def main(argv: SequenceOf[str] | None = None) -> None:
         print(f"{row['batch']:8}  {row['wish']:14}{took:9.3f}  {took / plain:8.2f}x", flush=True)
         rows.append(row)
     if args.save:
-        command = shlex.join(["python", "-m", "nanoteach.bench.sampling", *argv])
+        command = "python -m nanoteach.bench.sampling" + " --small" * args.small
         data = {"shape": shape, "history": history, "rows": rows}
         save_result(args.save, command, device, data)
 
