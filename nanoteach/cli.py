@@ -339,28 +339,31 @@ def run_load_test(args: argparse.Namespace) -> int:
     if args.url and options:
         raise ValueError(f"a running server has its own options: leave out {options[0]}")
     key = os.environ.get("NANOTEACH_API_KEY")
+    words = [
+        f"nanoteach bench serve --rates {' '.join(f'{rate:g}' for rate in rates)}",
+        *options,
+        *as_words({name: getattr(args, name) for name in LOAD_OPTIONS}),
+    ]
+    device = default_device() if args.device is None else check_device(args.device)
+
+    def tell(level: serve.Level) -> None:
+        """A rate is over. What is saved now is kept if the test is cut off."""
+        print(serve.line_of(level, test.limits[0]), flush=True)
+        if args.save:
+            data = {"engine": engine, **test.result()}
+            save_result(args.save, " ".join(words), device, data)
+
     with ExitStack() as stack:
         serve.LoadTest("", rates, **given)  # a mistake is told before a server is started
         url = args.url or stack.enter_context(serve.server_process(*options))
         print(serve.TABLE_HEAD, flush=True)
-        test = serve.LoadTest(
-            url, rates, api_key=key, **given,
-            on_level=lambda level: print(serve.line_of(level, test.limits[0]), flush=True),
-        )  # fmt: skip
+        test = serve.LoadTest(url, rates, api_key=key, on_level=tell, **given)
         try:
             asyncio.run(test.run())
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             reason = str(error).partition("\n")[0]
             raise RuntimeError(f"{url} does not answer: {reason}") from error
     print(test.verdict)
-    if args.save:
-        words = [
-            f"nanoteach bench serve --rates {' '.join(f'{rate:g}' for rate in rates)}",
-            *options,
-            *as_words({name: getattr(args, name) for name in LOAD_OPTIONS}),
-        ]
-        device = default_device() if args.device is None else check_device(args.device)
-        save_result(args.save, " ".join(words), device, {"engine": engine, **test.result()})
     return 0
 
 

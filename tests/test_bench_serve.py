@@ -207,6 +207,30 @@ def test_the_command_loads_a_running_server_and_saves(
     assert {"environment", "limits", "seed", "input_len"} <= saved.keys()
 
 
+def test_a_load_test_that_is_cut_off_keeps_the_rates_that_are_over(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from nanoteach.bench import serve
+
+    judge, file = serve.level_of, tmp_path / "load.json"
+
+    def once(rate: float, *rest: Any) -> serve.Level:
+        if rate == 21:
+            raise RuntimeError("cut off")
+        return judge(rate, *rest)
+
+    monkeypatch.setattr(serve, "VOCABULARY", 90)
+    monkeypatch.setattr(serve, "level_of", once)
+    engine = Engine(folder, device="cpu", num_gpu_blocks_override=1000)
+    options = "--rates 20 21 --duration 0.3 --input-len 4 8 --output-len 2 4"
+    with running(engine) as url:
+        argv = ["bench", "serve", "--url", url, *options.split(), "--save", str(file)]
+        assert cli.main(argv) == 1
+    assert "cut off" in capsys.readouterr().err
+    assert [level["rate"] for level in json.loads(file.read_text())["levels"]] == [20]
+
+
 MODELS = '{"data": [{"id": "m"}]}'
 CHUNK = 'data: {"choices": [{"token_ids": [1]}]}\n\n'
 RIGHT = 3 * CHUNK + "data: [DONE]\n\n"
