@@ -1,11 +1,20 @@
 """Are the named causes enough? What was measured of steps, put in the model's place.
 
-A cause says where the time of one watched step went. If that were all, a run would come out right
-in which every step takes as long on the GPU as the nearest watched step of its kind, and the host
-as long as it took in that very turn of the driver. So the schedulers run once more on such a clock.
-The GPU begins a step when the host has launched it and the step before is over; the host goes on
-meanwhile, and waits only where the engine's loop does. Where a point does not come out right,
-something happens that no measurement of ours shows.
+A cause says where the time of one watched step went. If that were nearly all, a run would come out
+about right in which every step misses the calibrated model on the GPU by as much as the nearest
+watched step of its kind, and in which the host takes as long as it took in that very turn of the
+driver, the loop that adds requests and steps the engine. So the schedulers run once more on a clock
+with these two hands.
+
+- The host works first in a turn, and then it may wait: for the step before, or, in the plain loop,
+  for the one that it has just launched.
+- A step with a graph begins when the host has launched it and the step before is over.
+- A step without one is launched kernel by kernel while the GPU works, and nobody has recorded when
+  the first launch came. It may begin with the host's turn, and lasts at least as long as that.
+
+What it can't tell: the host's turns are those of the runs that are judged, so they predict nothing.
+Most watched steps are of the experiments' own kinds. Pauses inside a step do not count, since the
+GPU is not busy in them. One watched step stands for all of decodes and parts of prompts.
 
 Knows: the watched steps, the host's turns, the calibrated model. Does not know: which points are
 missed.
@@ -124,13 +133,28 @@ class WatchedLog(StepLog):
         super().tick(work)
 
 
-def by_watched_steps(found: Recording, model: Calibrated) -> dict[tuple[str, str], float]:
-    """By case and metric, what they say; of the engine alone whose steps were watched."""
-    steps, said = WatchedSteps(found, model), dict[tuple[str, str], float]()
+class ExpectedSteps(WatchedSteps):
+    """In the watched steps' place: every step takes what the model says."""
+
+    def seconds(self, work: Sequence[Work]) -> float:
+        """The model's."""
+        return self.expected(work)
+
+
+def by_watched_steps(
+    found: Recording, model: Calibrated, gpu: bool = True, host: bool = True
+) -> dict[tuple[str, str], float]:
+    """By case and metric, what they say; of the engine alone whose steps were watched.
+
+    gpu, host: whether the hand is on the clock. Without its own the GPU goes by the model, and the
+    host takes no time.
+    """
+    steps = (WatchedSteps if gpu else ExpectedSteps)(found, model)
+    said = dict[tuple[str, str], float]()
     for _, case in found.cases():
         if case.engine in ("best", "stage 8"):
             config, overlapped = found.engine(case)
-            log = WatchedLog(steps, [us / 1e6 for us in found.host[case.name]])
+            log = WatchedLog(steps, [host * us / 1e6 for us in found.host[case.name]])
             times = simulate(case, found.model, config, log, overlapped)
             for metric in case.workload.metrics:
                 said[case.name, metric] = METRICS[metric][1](case.workload, times)

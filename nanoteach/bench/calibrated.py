@@ -6,8 +6,8 @@ Two decode steps, of few requests and of many, give the overhead and the bandwid
 prompts gives the FLOP rate. Everything else is predicted, and judged. It is a `VirtualClock` like
 any other, so it holds for whole runs: waiting, chunks, preemptions and all.
 
-The overhead is no fudge: bench/kernels.py measures what it is made of, the kernels' own starts and
-ends, and the GPU's idle time between two steps.
+The overhead is no fudge: bench/kernels.py finds its time again, in the kernels and between the
+steps. What the kernels wait for in it is another question.
 
 Knows: three measured points, result files. Does not know: why a point is missed.
 """
