@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from nanoteach.bench.calibrated import Calibrated
+from nanoteach.bench.causes import nearest_prompts
 from nanoteach.bench.kernels import BATCHES, HISTORY, MIXED, PROMPTS
 from nanoteach.bench.recording import Recording
 from nanoteach.bench.serving import simulate
@@ -68,13 +69,7 @@ class WatchedSteps:
             return self.expected(work) + self.decodes[size]
         if decodes and tokens <= SMALL:
             return self.expected(work) + self.mixed
-
-        def distance(shape: tuple[int, int]) -> tuple[float, float]:
-            """By all tokens, and then by how many requests they belong to."""
-            count, length = shape
-            return abs(math.log(count * length / tokens)), abs(math.log(count / len(work)))
-
-        return self.expected(work) + self.prompts[min(self.prompts, key=distance)]
+        return self.expected(work) + self.prompts[nearest_prompts(len(work), tokens)]
 
 
 class HandClock:
@@ -156,6 +151,8 @@ def by_watched_steps(
             config, overlapped = found.engine(case)
             log = WatchedLog(steps, [host * us / 1e6 for us in found.host[case.name]])
             times = simulate(case, found.model, config, log, overlapped)
+            if next(log.turns, None) is not None or log.launches:
+                raise ValueError(f"{case.name} had more turns than this schedule: record it anew")
             for metric in case.workload.metrics:
                 said[case.name, metric] = METRICS[metric][1](case.workload, times)
     return said

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import gc
 import importlib.util
+import json
 import os
 import platform
 import signal
@@ -121,7 +122,10 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--small", action="store_true", default=None, help="shrink the workloads, to try them"
     )
-    bench.add_argument("--save", type=Path, metavar="FILE", help="write a result file (JSON)")
+    bench.add_argument(
+        "--save", type=Path, metavar="FILE",
+        help="write a result file (JSON); of bench serve there is FILE.partial after every rate",
+    )  # fmt: skip
     bench.add_argument(
         "--profile",
         type=Path,
@@ -339,19 +343,13 @@ def run_load_test(args: argparse.Namespace) -> int:
     if args.url and options:
         raise ValueError(f"a running server has its own options: leave out {options[0]}")
     key = os.environ.get("NANOTEACH_API_KEY")
-    words = [
-        f"nanoteach bench serve --rates {' '.join(f'{rate:g}' for rate in rates)}",
-        *options,
-        *as_words({name: getattr(args, name) for name in LOAD_OPTIONS}),
-    ]
-    device = default_device() if args.device is None else check_device(args.device)
+    partial = args.save and args.save.with_name(f"{args.save.name}.partial")
 
     def tell(level: serve.Level) -> None:
-        """A rate is over. What is saved now is kept if the test is cut off."""
+        """A rate is over. What is written now is there if the test is cut off."""
         print(serve.line_of(level, test.limits[0]), flush=True)
-        if args.save:
-            data = {"engine": engine, **test.result()}
-            save_result(args.save, " ".join(words), device, data)
+        if partial:
+            partial.write_text(json.dumps({"engine": engine, **test.result()}, indent=1) + "\n")
 
     with ExitStack() as stack:
         serve.LoadTest("", rates, **given)  # a mistake is told before a server is started
@@ -364,6 +362,15 @@ def run_load_test(args: argparse.Namespace) -> int:
             reason = str(error).partition("\n")[0]
             raise RuntimeError(f"{url} does not answer: {reason}") from error
     print(test.verdict)
+    if args.save:
+        words = [
+            f"nanoteach bench serve --rates {' '.join(f'{rate:g}' for rate in rates)}",
+            *options,
+            *as_words({name: getattr(args, name) for name in LOAD_OPTIONS}),
+        ]
+        device = default_device() if args.device is None else check_device(args.device)
+        save_result(args.save, " ".join(words), device, {"engine": engine, **test.result()})
+        partial.unlink()
     return 0
 
 

@@ -202,6 +202,7 @@ def test_the_command_loads_a_running_server_and_saves(
     out, err = capsys.readouterr()
     assert "up to 20 requests" in out and "--block-size" in err
     saved = json.loads(file.read_text())
+    assert list(tmp_path.iterdir()) == [file]
     assert saved["knee"] == 20 and saved["levels"][0]["cached_share"] > 0.5
     assert saved["command"].startswith("nanoteach bench serve --rates 20 --workload shared")
     assert {"environment", "limits", "seed", "input_len"} <= saved.keys()
@@ -228,7 +229,8 @@ def test_a_load_test_that_is_cut_off_keeps_the_rates_that_are_over(
         argv = ["bench", "serve", "--url", url, *options.split(), "--save", str(file)]
         assert cli.main(argv) == 1
     assert "cut off" in capsys.readouterr().err
-    assert [level["rate"] for level in json.loads(file.read_text())["levels"]] == [20]
+    kept = json.loads((tmp_path / "load.json.partial").read_text())
+    assert [level["rate"] for level in kept["levels"]] == [20] and not file.exists()
 
 
 MODELS = '{"data": [{"id": "m"}]}'

@@ -113,6 +113,22 @@ def test_the_engine_runs_on_a_backend_by_name(tmp_path: Path) -> None:
     assert texts[0] == texts[1] != ""
 
 
+def test_one_request_alone_has_room_for_the_parts_of_its_prompt(parts: Parts) -> None:
+    """A chunk's parts lie where those of decodes do, and one decode alone needs little room."""
+    from nanoteach.fused_decoder import CHUNK_SPLITS, SPLIT_STEP
+
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 90, "num_gpu_blocks_override": 40}
+    config = replace(parts.config, **sizes, attention_backend="triton", enforce_eager=True)
+    core: Any = GPU_STAGES[1].build(replace(parts, config=config))
+    decoder = core.runner.decoder
+    assert len(decoder.partial) == len(decoder.partial_lse) >= SPLIT_STEP * CHUNK_SPLITS
+    decoder.partial.fill_(float("nan"))
+    decoder.partial_lse.fill_(float("nan"))
+    prompt, params = [i * i % 90 for i in range(75)], SamplingParams(max_tokens=2)
+    expected = build_chunked(replace(parts, config=config)).generate([prompt], params)
+    assert core.generate([prompt], params) == expected
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_triton_without_a_gpu_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

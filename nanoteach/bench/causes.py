@@ -36,23 +36,24 @@ def cause_of(row: Judged, found: Recording) -> str:
         if "unlimited" in case:
             return two_commits(found)
         if case.startswith("prompts first"):
-            return prompts(found, 256)
+            return prompts(found, 1, 256)
         return step(found, f"kernels, {MIXED[0]} decodes and {MIXED[1] - MIXED[0]} of a prompt")
     if (case, row.metric) == ("prefix caching on", "TTFT"):
         return names(found, case)
     if case.startswith("mixed reuse"):
-        return prompts(found, 256)
-    return prompts(found, tokens_of(case))
+        return prompts(found, 1, 256)
+    return prompts(found, *shape_of(case))
 
 
-def tokens_of(case: str) -> int:
-    """Prompt tokens in a step of a case of `context`, `prefill`, `packed` or `prefix`."""
+def shape_of(case: str) -> tuple[int, int]:
+    """How many prompts of what length are in a step of `context`, `prefill`, `packed`, `prefix`."""
     numbers = [int(word.replace(",", "")) for word in case.split() if word[0].isdigit()]
-    if case.startswith("context") or case.startswith("one by one"):
-        return numbers[0] if case.startswith("context") else numbers[-1]
+    if case.startswith(("context", "one by one")):
+        return 1, numbers[0] if case.startswith("context") else numbers[-1]
     if case.startswith("prefix"):
-        return 2048 if case.endswith("on") else 16_384
-    return math.prod(numbers)
+        return (2, 1024) if case.endswith("on") else (16, 1024)
+    count, length = numbers
+    return count, length
 
 
 def launches(found: Recording) -> str:
@@ -80,10 +81,20 @@ def products(found: Recording, batch: int) -> str:
     )
 
 
-def prompts(found: Recording, tokens: int) -> str:
-    """A step of cold prompts of about so many tokens."""
-    near = min(PROMPTS, key=lambda shape: abs(math.log(shape[0] * shape[1] / tokens)))
-    return step(found, f"kernels, prompts {near[0]} x {near[1]:,}")
+def prompts(found: Recording, count: int, length: int) -> str:
+    """A step of cold prompts of about so many tokens, in about so many prompts."""
+    near, each = nearest_prompts(count, count * length)
+    return step(found, f"kernels, prompts {near} x {each:,}")
+
+
+def nearest_prompts(count: int, tokens: int) -> tuple[int, int]:
+    """The watched step of prompts with about so many tokens, and of these in so many prompts."""
+
+    def distance(shape: tuple[int, int]) -> tuple[float, float]:
+        near, length = shape
+        return abs(math.log(near * length / tokens)), abs(math.log(near / count))
+
+    return min(PROMPTS, key=distance)
 
 
 def step(found: Recording, name: str) -> str:
@@ -138,10 +149,11 @@ def two_commits(found: Recording) -> str:
         for loop in ("decodes first", "plain loop")
         for metric in ("ITL max", "two tokens")
     ]
-    if not all(row and row.samples for row in waits):
+    turns = found.host.get("decodes first, unlimited")
+    if not turns or not all(row and row.samples for row in waits):
         return ""
     ahead, ahead_two, plain, plain_two = (1000 * row.median for row in waits if row)
-    launch = max(found.host.get("decodes first, unlimited", [0])) / 1000
+    launch = max(turns) / 1000
     return (
         "a step is committed when the next one is launched, which takes the host "
         f"{launch:.1f} ms where that is the large one. So one long step shows as two waits: "

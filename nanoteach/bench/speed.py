@@ -266,7 +266,8 @@ class Bench:
                 note = f"refused: {error}"
                 self.failures.append(f"{case.name} was {note}")
         self.bar.update(end - self.bar.n)
-        if runs and isinstance(engine, OverlappedEngineCore):
+        # On a CPU the host computes, too, and waits for nobody.
+        if runs and isinstance(engine, OverlappedEngineCore) and self.device.type == "cuda":
             turns = zip(*(times.host for times in runs), strict=True)
             self.host[case.name] = [round(1e6 * statistics.median(each)) for each in turns]
         bound = self.bound(case, config, isinstance(engine, OverlappedEngineCore))
