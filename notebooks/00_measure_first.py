@@ -646,7 +646,7 @@ print(f"{clock.now() / together:.1f} times as long")
 
 # %%
 print(where("bench_h200"))
-runs = recorded_runs("context 1,024", "batch 64", "nano", "prefill 16")
+runs = recorded_runs("context 1,024 + 512", "batch 64", "nano", "prefill 16")
 for name, measured, bound in runs:
     print(f"{name:26} {measured:9,.0f} of {bound:9,.0f} tokens/s: {measured / bound:.0%}")
 

@@ -149,7 +149,7 @@ def test_the_naive_stage_is_predicted_as_by_hand() -> None:
 
 
 def test_recorded_runs_are_speeds_with_their_bounds() -> None:
-    (run,) = timing.recorded_runs("context 1,024")  # and not its seconds to the first token
+    (run,) = timing.recorded_runs("context 1,024 + 512")  # and not its seconds to the first token
     rows = [r for r in recorded("bench_h200")["rows"] if r["workload"] == run.name]
     (row,) = (r for r in rows if r["metric"] == "decode")
     assert run.measured == statistics.median(row["samples"]) and run.predicted == row["bound"]
