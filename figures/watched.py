@@ -61,15 +61,19 @@ class WatchedSteps:
         return self.found.median(f"kernels, {name}", "GPU busy") / 1e6 - self.expected(work)
 
     def seconds(self, work: Sequence[Work]) -> float:
-        """The model's, and the excess of the watched step of this kind whose size is closest."""
+        """The model's, and the excess of the watched step that is most like it."""
+        return self.expected(work) + self.nearest(work)
+
+    def nearest(self, work: Sequence[Work]) -> float:
+        """The excess of the watched step of this kind whose size is closest."""
         tokens = sum(part.num_new for part in work)
         decodes = sum(part.num_new == 1 for part in work)
         if decodes == len(work):
             size = min(self.decodes, key=lambda n: abs(math.log(n / tokens)))
-            return self.expected(work) + self.decodes[size]
+            return self.decodes[size]
         if decodes and tokens <= SMALL:
-            return self.expected(work) + self.mixed
-        return self.expected(work) + self.prompts[nearest_prompts(len(work), tokens)]
+            return self.mixed
+        return self.prompts[nearest_prompts(len(work), tokens)]
 
 
 class HandClock:
@@ -131,9 +135,9 @@ class WatchedLog(StepLog):
 class ExpectedSteps(WatchedSteps):
     """In the watched steps' place: every step takes what the model says."""
 
-    def seconds(self, work: Sequence[Work]) -> float:
-        """The model's."""
-        return self.expected(work)
+    def nearest(self, work: Sequence[Work]) -> float:
+        """No excess."""
+        return 0.0
 
 
 def by_watched_steps(

@@ -102,8 +102,11 @@ def main(argv: SequenceOf[str] | None = None) -> None:
         print(f"{row['batch']:8}  {row['wish']:14}{took:9.3f}  {took / plain:8.2f}x", flush=True)
         rows.append(row)
     if args.save:
-        given = [f" --device {args.device}"] * bool(args.device) + [" --small"] * args.small
-        command = "python -m nanoteach.bench.sampling" + "".join(given)
+        command = "python -m nanoteach.bench.sampling"
+        if args.device:
+            command += f" --device {args.device}"
+        if args.small:
+            command += " --small"
         data = {"shape": shape, "history": history, "rows": rows}
         save_result(args.save, command, device, data)
 
